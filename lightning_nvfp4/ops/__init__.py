@@ -1,0 +1,16 @@
+"""Arithmetic on tensors: quantize, decode, and the GEMM of quantized operands."""
+
+from lightning_nvfp4.ops.contract import QuantizedMeta, QuantizedTensor
+from lightning_nvfp4.ops.reference.gemm import matmul
+from lightning_nvfp4.ops.reference.scales import finite_amax
+from lightning_nvfp4.ops.select import hadamard_transform, quantize, quantize_values
+
+__all__ = [
+    "QuantizedMeta",
+    "QuantizedTensor",
+    "finite_amax",
+    "hadamard_transform",
+    "matmul",
+    "quantize",
+    "quantize_values",
+]
