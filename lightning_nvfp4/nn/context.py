@@ -1,0 +1,89 @@
+"""What all converted layers of one model share: the seed of the step, precision switches, the weight cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_nvfp4.recipe import OPERANDS, GemmRecipe
+
+_MASK = (1 << 64) - 1
+
+
+def derive_seed(*parts: int) -> int:
+    """Mix integers into one 64-bit seed; every argument and its position matter.
+
+    Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), chained over the arguments.
+    """
+    state = 0
+    for part in parts:
+        state = (state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+@dataclass
+class NumericsContext:
+    """Mutable state shared by reference between the converted layers of one model.
+
+    Attributes:
+        step_seed: seed of the current optimizer step and micro-batch; each operand of each layer adds its own stream.
+        forward_high_precision, backward_high_precision: run those GEMMs in BF16 (see `PrecisionSchedule`).
+        weight_cache: while not ``None``, quantized forward weights by (layer, operand); see `cached_weights`.
+    """
+
+    step_seed: int = 0
+    forward_high_precision: bool = False
+    backward_high_precision: bool = False
+    weight_cache: dict[int, tuple[Tensor, Tensor | None]] | None = None
+
+    def begin(self, run_seed: int, rank: int, step: int, micro_batch: int) -> None:
+        """Set the seed for the forward and backward of one micro-batch; the same arguments replay the same bits."""
+        self.step_seed = derive_seed(run_seed, rank, step, micro_batch)
+
+    @contextmanager
+    def cached_weights(self) -> Iterator[None]:
+        """Quantize each forward weight once while open and gradients are off; weights must not change inside."""
+        previous, self.weight_cache = self.weight_cache, {}
+        try:
+            yield
+        finally:
+            self.weight_cache = previous
+
+
+@dataclass(frozen=True)
+class LayerNumerics:
+    """The numerics of one GEMM layer.
+
+    Attributes:
+        gemm: quantizers of the operands.
+        context: shared state.
+        index: number of the layer in the model, part of its stochastic-rounding seed.
+        backend: where the quantizers and GEMMs run; see `lightning_nvfp4.capability`.
+        kept: the layer stays in high precision; `gemm` has BF16 operands only.
+    """
+
+    gemm: GemmRecipe
+    context: NumericsContext = field(compare=False)
+    index: int
+    backend: str = "reference"
+    kept: bool = False
+
+    def seed(self, operand: str) -> int:
+        """Return the stochastic-rounding seed of `operand` (a name of `recipe.OPERANDS`) in the current micro-batch."""
+        return derive_seed(self.context.step_seed, self.index, OPERANDS.index(operand))
+
+    def effective(self) -> GemmRecipe:
+        """Return the numerics with the context's precision switches applied."""
+        changes: dict[str, None] = {}
+        if self.context.forward_high_precision:
+            changes |= {name: None for name in OPERANDS if name.startswith("fprop")}
+        if self.context.backward_high_precision:
+            changes |= {name: None for name in OPERANDS if not name.startswith("fprop")}
+        return dataclasses.replace(self.gemm, **changes) if changes else self.gemm

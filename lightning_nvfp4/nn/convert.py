@@ -1,0 +1,153 @@
+"""Conversion of a model in place, and back: classes change, Parameter objects and state-dict keys do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_nvfp4 import capability
+from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.nn.context import LayerNumerics, NumericsContext
+from lightning_nvfp4.nn.experts import EXPERTS_IMPLEMENTATION
+from lightning_nvfp4.nn.linear import BlockScaledLinear, Fp32Router
+from lightning_nvfp4.recipe import GemmRecipe, Recipe, load_recipe
+from lightning_nvfp4.selection import Decision, flop_shares, select
+
+_NUMERICS, _CLASS, _PREVIOUS = "block_scaled_numerics", "_block_scaled_class", "_block_scaled_previous"
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What a conversion did.
+
+    Attributes:
+        recipe: the numerics.
+        backend: where the quantized GEMMs run.
+        decisions: one for every linear, experts and router module, in the model's order.
+        context: the state that the converted layers share.
+    """
+
+    recipe: Recipe
+    backend: str
+    decisions: tuple[Decision, ...]
+    context: NumericsContext
+
+    @property
+    def converted(self) -> tuple[Decision, ...]:
+        """The layers whose GEMMs run in the recipe's numerics."""
+        return tuple(d for d in self.decisions if d.gemm is not None)
+
+    def summary(self) -> str:
+        """Return one line: preset, layers converted and kept, forward formats by share of GEMM FLOPs, backend."""
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in flop_shares(self.decisions).items())
+        kept = len(self.decisions) - len(self.converted)
+        native = "native" if capability.backend_for(self.recipe.name).native else "emulated"
+        return (
+            f"{self.recipe.name}: {len(self.converted)} layers converted, {kept} kept; "
+            f"forward GEMM FLOPs: {shares or 'none'}; backend {self.backend} ({native})"
+        )
+
+
+def convert(
+    model: nn.Module,
+    recipe: str | Recipe,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    backend: str = "auto",
+) -> ConversionReport:
+    """Convert the selected layers of `model` in place; converting twice equals converting once.
+
+    Args:
+        model: any module, on any device, meta included. Parameters keep their dtype; FP32 is expected for training.
+        recipe: a preset's name or a `Recipe`.
+        overrides: nested fields of the preset to change; see `load_recipe`.
+        backend: ``auto``, ``reference``, ``triton`` or ``te``.
+
+    Raises:
+        UserError: an unknown preset, field or backend, a backend that cannot run here, or no layer to convert.
+    """
+    backend = capability.require(backend)
+    recipe = load_recipe(recipe, overrides) if isinstance(recipe, str) else recipe
+    restore(model)
+    decisions = tuple(select(model, recipe))
+    context = NumericsContext()
+    report = ConversionReport(recipe, backend, decisions, context)
+    if not report.converted:
+        if any(use != "keep" for use in [*recipe.roles.values(), *(rule.use for rule in recipe.rules)]):
+            raise _nothing_converted(model, recipe, decisions)
+        return report
+    any_experts = any(d.kind == "experts" for d in report.converted)
+    previous: dict[int, str | None] = {}
+    for index, decision in enumerate(decisions):
+        module = model.get_submodule(decision.path)
+        kept = decision.gemm is None
+        layers = [LayerNumerics(decision.gemm or GemmRecipe(), context, 2 * index + i, backend, kept) for i in range(2)]
+        if decision.kind == "experts":
+            # All experts of a model share one implementation name; a kept layer takes BF16 operands in it.
+            if any_experts:
+                _set_experts(module, (layers[0], layers[1]), previous)
+        elif decision.kind == "router":
+            if any_experts:
+                _set_class(module, Fp32Router)
+        elif not kept or decision.plain:
+            _set_class(module, BlockScaledLinear)
+            module.__dict__[_NUMERICS] = layers[0]
+    return report
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `convert`: every layer gets back the class, and the experts the implementation, that it had before."""
+    for module in model.modules():
+        module.__dict__.pop(_NUMERICS, None)
+        original = module.__dict__.pop(_CLASS, None)
+        if original is not None:
+            module.__class__ = original
+        if _PREVIOUS in module.__dict__:
+            config: Any = module.config
+            config._experts_implementation = module.__dict__.pop(_PREVIOUS)
+
+
+def context_of(model: nn.Module) -> NumericsContext | None:
+    """Return the state that the converted layers of `model` share, or ``None`` if nothing is converted."""
+    for module in model.modules():
+        numerics = module.__dict__.get(_NUMERICS)
+        if numerics is not None:
+            return (numerics[0] if isinstance(numerics, tuple) else numerics).context
+    return None
+
+
+_CLASSES: dict[tuple[type, type], type] = {}
+
+
+def _set_class(module: nn.Module, mixin: type) -> None:
+    """Give `module` a class that adds `mixin` to its own; a wrapper's class (FSDP2) stays a base."""
+    original = type(module)
+    key = (mixin, original)
+    if key not in _CLASSES:
+        plain = original is nn.Linear and mixin is BlockScaledLinear
+        _CLASSES[key] = mixin if plain else type(f"{mixin.__name__}_{original.__name__}", (mixin, original), {})
+    module.__dict__[_CLASS] = original
+    module.__class__ = _CLASSES[key]
+
+
+def _set_experts(
+    module: nn.Module, layers: tuple[LayerNumerics, LayerNumerics], previous: dict[int, str | None]
+) -> None:
+    config: Any = module.config
+    # Kept on the module: anything put on the config would be saved with the model.
+    module.__dict__[_PREVIOUS] = previous.setdefault(id(config), config._experts_implementation)
+    config._experts_implementation = EXPERTS_IMPLEMENTATION
+    module.__dict__[_NUMERICS] = layers
+
+
+def _nothing_converted(model: nn.Module, recipe: Recipe, decisions: tuple[Decision, ...]) -> UserError:
+    reasons = Counter(decision.reason for decision in decisions)
+    why = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(5)) or "it has no linear layer"
+    return UserError(
+        f"precision {recipe.name!r} converted no layer of {type(model).__name__} ({why}). Change keep_first_blocks, "
+        "keep_last_blocks or rules in the overrides, or train with precision='bf16-mixed'."
+    )

@@ -1,0 +1,57 @@
+"""`BlockScaledLinear`: an `nn.Linear` whose GEMMs run in a recipe's numerics, holding the same Parameter objects."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_nvfp4.capability import slow_bf16
+from lightning_nvfp4.nn.context import LayerNumerics
+from lightning_nvfp4.nn.function import grouped_linear
+
+
+class BlockScaledLinear(nn.Linear):
+    """A linear layer in block-scaled numerics.
+
+    Instances are made by `lightning_nvfp4.nn.convert.convert`, which changes the class of an existing layer: its
+    parameters, hooks, state-dict keys, dtype and device stay what they were.
+
+    ``y = x @ w^T + b`` with x (..., K), w (N, K), b (N,); quantizers as in `GemmRecipe`. The result has the autocast
+    dtype where autocast is on, else x's. A layer kept in high precision (``numerics.kept``) computes as `nn.Linear`
+    does, except that a CPU without BF16 instructions, where that is ten times as slow, multiplies the BF16 operands in
+    FP32.
+    """
+
+    block_scaled_numerics: LayerNumerics
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the (..., N) product for `input` (..., K)."""
+        numerics = self.block_scaled_numerics
+        if numerics.kept and (not torch.is_autocast_enabled("cpu") or not slow_bf16(input)):
+            return super().forward(input)
+        bias = None if self.bias is None else self.bias.unsqueeze(0)
+        flat = input.reshape(-1, input.shape[-1])
+        y = grouped_linear(flat, self.weight.unsqueeze(0), bias, (flat.shape[0],), numerics, compute_dtype(input))
+        return y.view(*input.shape[:-1], y.shape[-1])
+
+    forward.block_scaled = True  # type: ignore[attr-defined]
+
+
+class Fp32Router(nn.Module):
+    """Mixin for the router of a mixture of experts: logits computed and stored in FP32, outside autocast.
+
+    BF16 logits move the chosen experts of some percent of the tokens, so the router is never left to autocast.
+    """
+
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> object:
+        """Run the router's own forward in FP32."""
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return super().forward(hidden_states.float(), *args, **kwargs)
+
+    forward.block_scaled = True  # type: ignore[attr-defined]
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of a GEMM's result: the autocast dtype where autocast is on, else that of `x`."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
