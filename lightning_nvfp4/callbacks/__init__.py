@@ -1,0 +1,6 @@
+"""Lightning callbacks."""
+
+from lightning_nvfp4.callbacks.nonfinite_guard import NonfiniteGuard
+from lightning_nvfp4.callbacks.precision_schedule import PrecisionSchedule
+
+__all__ = ["NonfiniteGuard", "PrecisionSchedule"]

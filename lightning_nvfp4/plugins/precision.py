@@ -1,0 +1,160 @@
+"""The Lightning and Fabric precision plugin: converts on start, autocasts, seeds each micro-batch, restores at the end.
+
+Nothing numeric is in here; the numerics are `lightning_nvfp4.recipe` and `lightning_nvfp4.nn`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision.amp import MixedPrecision as FabricMixedPrecision
+from lightning.pytorch.plugins.precision.amp import MixedPrecision as TrainerMixedPrecision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_nvfp4 import capability
+from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.nn.context import NumericsContext
+from lightning_nvfp4.nn.convert import ConversionReport, convert, restore
+from lightning_nvfp4.recipe import load_recipe
+
+
+class BlockScaledMixin:
+    """What the Trainer's and Fabric's plugin have in common; the base class is a ``MixedPrecision`` of either."""
+
+    def __init__(
+        self,
+        preset: str = "nvfp4-hybrid",
+        overrides: dict[str, Any] | None = None,
+        backend: str = "auto",
+    ) -> None:
+        """Check the choice at construction.
+
+        Args:
+            preset: ``nvfp4-hybrid``, ``nvfp4``, ``mxfp8``, ``fp8`` or ``bf16-gemm``.
+            overrides: nested fields of the preset to change, see `lightning_nvfp4.recipe.load_recipe`.
+            backend: ``auto``, ``reference``, ``triton`` or ``te``.
+
+        Raises:
+            UserError: an unknown preset, field or backend, or a backend that cannot run here.
+        """
+        super().__init__("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[call-arg]
+        self.recipe = load_recipe(preset, overrides)
+        capability.require(backend)
+        self.precision: Any = preset
+        self.arguments: dict[str, Any] = {"preset": preset, "overrides": overrides, "backend": backend}
+        self.report: ConversionReport | None = None
+        self._module: weakref.ref[nn.Module] | None = None
+        self._step = 0
+        self._micro_batch = 0
+
+    @property
+    def context(self) -> NumericsContext | None:
+        """The state of the converted layers, while a module is converted."""
+        return self.report.context if self.report else None
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert `module` in place and return it."""
+        self.report = convert(module, self.recipe, backend=self.arguments["backend"])
+        self._module = weakref.ref(module)
+        for decision in self.report.converted:
+            for name, parameter in module.get_submodule(decision.path).named_parameters(recurse=False):
+                if parameter.requires_grad and parameter.dtype != torch.float32:
+                    restore(module)
+                    raise UserError(
+                        f"{decision.path}.{name} is {parameter.dtype}: training in {self.precision!r} needs FP32 "
+                        "master weights. Call model.float() before fit (from_pretrained keeps the checkpoint's dtype)."
+                    )
+        rank_zero_info(self.report.summary())
+        return module
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """Return BF16 autocast on the device where the module lives."""
+        module = self._module() if self._module else None
+        parameter = next(module.parameters(), None) if module else None
+        device = parameter.device.type if parameter is not None else self.device  # type: ignore[attr-defined]
+        return torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False)
+
+    def teardown(self) -> None:
+        """Give the module back as it was."""
+        module = self._module() if self._module else None
+        if module is not None:
+            restore(module)
+        self.report = self._module = None
+        super().teardown()  # type: ignore[misc]
+
+    def _begin_micro_batch(self, rank: int) -> None:
+        if self.context is not None:
+            run_seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+            self.context.begin(run_seed, rank, self._step, self._micro_batch)
+        self._micro_batch += 1
+
+    def _next_step(self) -> None:
+        self._step += 1
+        self._micro_batch = 0
+
+
+class TrainerPart(BlockScaledMixin):
+    """Where the Trainer tells about steps: its ``global_step``, so that a resumed run draws the same bits."""
+
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        """Seed the micro-batch, then run its forward under autocast."""
+        module: Any = self._module() if self._module else None
+        rank = 0
+        if module is not None and getattr(module, "_trainer", None) is not None:
+            rank = module.trainer.global_rank
+            if self._step != module.trainer.global_step:
+                self._step, self._micro_batch = module.trainer.global_step, 0
+        self._begin_micro_batch(rank)
+        with self.forward_context():  # type: ignore[attr-defined]
+            yield
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+        """Step; in manual optimization the next forward of the same batch draws other bits."""
+        result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
+        self._next_step()
+        if not getattr(model, "automatic_optimization", True):
+            self._begin_micro_batch(model.trainer.global_rank)
+        return result
+
+
+class BlockScaledPrecision(TrainerPart, TrainerMixedPrecision):
+    """Train in a block-scaled preset: ``Trainer(plugins=[BlockScaledPrecision("nvfp4-hybrid")])``.
+
+    Given to Fabric, or to the ``pytorch_lightning`` package, it becomes the plugin of that class tree.
+    """
+
+
+class FabricBlockScaledPrecision(BlockScaledMixin, FabricMixedPrecision):
+    """The plugin that Fabric uses; made from a precision name or a `BlockScaledPrecision`.
+
+    Its step counter (part of the stochastic-rounding seeds) is in `state_dict`: save and load it to replay a run.
+    """
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Seed the micro-batch, then run under autocast."""
+        if torch.is_grad_enabled():
+            self._begin_micro_batch(int(os.environ.get("RANK", "0")))
+        with self.autocast_context_manager():
+            yield
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step and move on to the next step's seeds."""
+        result = super().optimizer_step(optimizer, **kwargs)
+        self._next_step()
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step counter."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Restore the step counter."""
+        self._step, self._micro_batch = int(state_dict["step"]), 0
