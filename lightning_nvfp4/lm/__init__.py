@@ -1,0 +1,1 @@
+"""Language models: modules, data, export and reinforcement learning."""

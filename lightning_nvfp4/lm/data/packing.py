@@ -1,0 +1,87 @@
+"""From rows to examples: documents packed into sequences, or one example a row. Both say where each example ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.lm.data.stream import Position, RowStream
+
+Item = TypeVar("Item")
+Example = TypeVar("Example")
+
+IGNORED = -100
+"""The label that the loss leaves out."""
+
+_DOCUMENTS_AT_ONCE = 16
+
+
+def pack_sequences(
+    rows: RowStream[str],
+    encode: Callable[[list[str]], list[list[int]]],
+    sequence_length: int,
+    position: Position | None = None,
+    *,
+    keep_tail: bool = False,
+) -> Iterator[tuple[list[int], Position]]:
+    """Yield sequences of `sequence_length` tokens, and the position after each.
+
+    The tokens of the documents follow one another without a gap and are cut every `sequence_length`: each is in
+    exactly one sequence a pass. What is left at the end of a pass begins the next one. `encode` gives a document's
+    tokens with the end-of-text token. `keep_tail` yields a shorter last sequence where the rows end.
+    """
+    tokens: list[int] = []
+    for block in rows.blocks(position):
+        offset = block.offset
+        for first in range(block.taken, len(block.items), _DOCUMENTS_AT_ONCE):
+            documents = encode(block.items[first : first + _DOCUMENTS_AT_ONCE])
+            for index, document in enumerate(documents, start=first):
+                while offset < len(document):
+                    piece = document[offset : offset + sequence_length - len(tokens)]
+                    tokens += piece
+                    offset += len(piece)
+                    if len(tokens) == sequence_length:
+                        yield tokens, block.position(index, offset)
+                        tokens = []
+                offset = 0
+    if tokens and keep_tail:
+        yield tokens, {}
+
+
+def row_examples(
+    rows: RowStream[Item], make: Callable[[Item], Example | None], position: Position | None = None, *, lost: str
+) -> Iterator[tuple[Example, Position]]:
+    """Yield one example a row, and the position after it; rows of which `make` makes None are left out.
+
+    Raises `UserError(lost)` when a whole pass gives no example.
+    """
+    start = (position or {"epoch": 0})["epoch"]
+    made = position is not None
+    for block in rows.blocks(position):
+        if block.start["epoch"] != start:
+            if not made:
+                raise UserError(lost)
+            start, made = block.start["epoch"], False
+        for index in range(block.taken, len(block.items)):
+            example = make(block.items[index])
+            if example is not None:
+                made = True
+                yield example, block.position(index + 1)
+    if not made:
+        raise UserError(lost)
+
+
+def collate_sequences(sequences: list[list[int]], sequence_length: int, fill: int) -> dict[str, Tensor]:
+    """Return `input_ids` and `labels`, both int64 of shape (B, L); a short sequence is filled, its fill ignored.
+
+    Labels equal the inputs: Hugging Face's models shift them inside, so the first token of a sequence is context only.
+    """
+    input_ids = torch.full((len(sequences), sequence_length), fill, dtype=torch.int64)
+    labels = torch.full_like(input_ids, IGNORED)
+    for row, tokens in enumerate(sequences):
+        input_ids[row, : len(tokens)] = labels[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+    return {"input_ids": input_ids, "labels": labels}

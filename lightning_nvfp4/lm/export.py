@@ -1,0 +1,123 @@
+"""`HFExport`: leaves every finished stage behind as an ordinary Hugging Face folder."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.lm.stop_tokens import stop_token_ids
+
+log = logging.getLogger(__name__)
+
+
+class HFExport(Callback):
+    """Writes `<default_root_dir>/hf/` when a fit has come to its end, not when it is stopped by an error.
+
+    The folder holds FP32 safetensors in the layout of the published model, `config.json` and `generation_config.json`
+    (stop and padding tokens of the tokenizer), and the datamodule's tokenizer with its chat template; `transformers`
+    loads it without this package. It is written beside the target and swapped in whole.
+
+    Args:
+        folder: name of the folder under the trainer's `default_root_dir`.
+    """
+
+    def __init__(self, folder: str = "hf") -> None:
+        if folder in ("", "..") or Path(folder).name != folder:
+            raise UserError(f"folder is {folder!r}: give the name of one folder under default_root_dir, such as hf.")
+        self.folder = folder
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Export; every rank takes part in gathering shards, rank 0 writes."""
+        if trainer.fast_dev_run or trainer.interrupted:  # type: ignore[truthy-bool]
+            return
+        model = getattr(pl_module, "network", None)
+        if not isinstance(model, PreTrainedModel):
+            raise UserError(f"HFExport exports a CausalLM; the fitted module is a {type(pl_module).__name__}.")
+        weights = gather_weights(model)
+        if trainer.is_global_zero:
+            target = Path(trainer.default_root_dir) / self.folder
+            export(model, weights, target, getattr(getattr(trainer, "datamodule", None), "tokenizer", None))
+            log.info("Exported the model to %s", target)
+        trainer.strategy.barrier("HFExport")
+
+
+def gather_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the model's logical weights in FP32 on the CPU; a collective where they are sharded (empty off rank 0)."""
+    weights: Any = model.state_dict()
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return {
+        name: value.detach().to("cpu", torch.float32 if value.is_floating_point() else value.dtype)
+        for name, value in weights.items()
+    }
+
+
+def export(model: PreTrainedModel, weights: dict[str, Tensor], target: Path, tokenizer: Any | None) -> None:
+    """Write the Hugging Face folder `target`, replacing the one that is there as a whole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    retired = target.with_name(f".{target.name}.{os.getpid()}.old")
+    for leftover in (*target.parent.glob(f".{target.name}.*.tmp"), *target.parent.glob(f".{target.name}.*.old")):
+        shutil.rmtree(leftover)
+    try:
+        model.save_pretrained(temporary, state_dict=weights)
+        public_config(model, tokenizer).save_pretrained(temporary)
+        generation_config(model, tokenizer).save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        for file in temporary.iterdir():
+            with open(file, "rb") as descriptor:
+                os.fsync(descriptor.fileno())
+        if target.exists():
+            os.rename(target, retired)
+        os.rename(temporary, target)
+    except OSError as error:
+        raise UserError(
+            f"The model cannot be exported to {target}: {error}. What was there is unchanged; the checkpoint holds the "
+            "same weights. Free space or choose another default_root_dir."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def public_config(model: PreTrainedModel, tokenizer: Any | None) -> PretrainedConfig:
+    """Return the model's configuration as another program should see it.
+
+    FP32, the tokenizer's bos and eos, no experts implementation of ours, the load balance loss off since `generate`
+    fails on padded batches with it. The padding token stays out:
+    `transformers` would freeze its embedding, which is the eos embedding where the two are one token.
+    """
+    config = copy.deepcopy(model.config)
+    config.dtype = "float32"
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config._experts_implementation = None
+    text = config.get_text_config()
+    if hasattr(text, "output_router_logits"):
+        text.output_router_logits = False
+    if tokenizer is not None:
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+    return config
+
+
+def generation_config(model: PreTrainedModel, tokenizer: Any | None) -> GenerationConfig:
+    """Return the model's generation settings with every token that ends an answer, and the padding token."""
+    config = copy.deepcopy(model.generation_config)
+    if tokenizer is not None:
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = stop_token_ids(tokenizer) or None
+        config.pad_token_id = tokenizer.pad_token_id
+    return config

@@ -1,0 +1,345 @@
+"""`GRPO`: reinforcement learning with verifiable rewards, sampling and training with one quantizer."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.lm.hf_model import router_options
+from lightning_nvfp4.lm.model import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULE, CausalLM
+from lightning_nvfp4.lm.optim import OptimizerConfig, ScheduleConfig, as_config
+from lightning_nvfp4.lm.rl.abort import AbortThresholds
+from lightning_nvfp4.lm.rl.objective import group_advantages, grpo_objective, token_entropy, token_logps
+from lightning_nvfp4.lm.rl.rewards import RewardOptions, score_many
+from lightning_nvfp4.lm.rl.rollout import Rollout, rollout_generator, sample
+from lightning_nvfp4.lm.rl.rollout_log import RolloutLog
+from lightning_nvfp4.lm.stop_tokens import stop_token_ids
+
+Reward = Callable[[list[str], list[dict[str, Any]]], list[float]]
+# Completions logged of each prompt that is logged; a group has at least as many.
+_LOGGED_PER_PROMPT = 2
+
+
+DEFAULT_ABORT = AbortThresholds()
+DEFAULT_REWARD_OPTIONS = RewardOptions()
+
+
+class GRPO(CausalLM):
+    """Group-relative policy optimisation of `self.model` on prompts with verifiable answers.
+
+    Batches are `{"input_ids" (N, P), "attention_mask" (N, P), "references": list of N dicts}`, prompts padded on the
+    left; the datamodule's tokenizer decodes. A step samples `group_size` completions of every prompt with the weights
+    and numerics of training, scores them, and updates the policy on them. Logged, averaged over tokens where nothing
+    else is said: `rl/reward` and `rl/reward_std` (over completions), `rl/zero_variance_share` (groups that teach
+    nothing), `rl/kl` (k3 estimate of KL(rollout || trainer), the cost of differing numerics), `rl/logp_diff` (mean
+    absolute difference of the same log-probabilities), `rl/entropy` (nats), `rl/clip_share`, `rl/tis_capped_share`,
+    `rl/nonfinite_share`, `rl/length` (tokens) and `rl/truncated_share` (completions without a stop token).
+
+    The router's load balance loss is off in RL (`aux_loss_coef = 0`): it would pull the policy on its own samples,
+    rewarded or not, and routers hardly move at RL's learning rates. Training does with several updates a rollout
+    what it does with one, by manual optimisation, so that `trainer.max_steps` counts updates, not rollouts.
+
+    Args:
+        model: as in `CausalLM`.
+        pretrained: as in `CausalLM`.
+        optimizer: as in `CausalLM`.
+        schedule: as in `CausalLM`; counts optimizer updates.
+        seed: of the weights, and with the step and rank of the sampling.
+        group_size: completions a prompt, at least 2.
+        max_new_tokens: longest completion.
+        temperature: of sampling; the policy that is trained is softmax(logits / temperature).
+        clip_low: see `grpo_objective`.
+        clip_high: see `grpo_objective`.
+        tis_cap: bound of the truncated importance weight between rollout and trainer; None switches it off.
+        beta: weight of the divergence from the initial model. Above 0, a frozen copy of that model is kept, which runs
+            in high precision.
+        scale_rewards: divide advantages by the group's standard deviation.
+        mask_truncated: leave completions without a stop token out of the loss.
+        updates_per_rollout: optimizer steps on each batch of rollouts.
+        gradient_clip_val: norm bound for `updates_per_rollout` above 1, where the Trainer's own is not available.
+        aux_loss_coef: weight of the router's load balance loss.
+        abort: values at which training stops.
+        reward: function of completions and references; default, `rewards.score_many`, which chooses by each
+            reference's `kind`.
+        reward_options: limits of the default reward where it runs code.
+        log_prompts: prompts a step whose first completions go to `<default_root_dir>/rollouts.jsonl` (at most 16 MiB).
+    """
+
+    def __init__(
+        self,
+        model: dict[str, Any] | None = None,
+        pretrained: str | None = None,
+        optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
+        schedule: ScheduleConfig = DEFAULT_SCHEDULE,
+        seed: int = 0,
+        group_size: int = 8,
+        max_new_tokens: int = 24,
+        temperature: float = 1.0,
+        clip_low: float = 0.2,
+        clip_high: float = 0.28,
+        tis_cap: float | None = 2.0,
+        beta: float = 0.0,
+        scale_rewards: bool = True,
+        mask_truncated: bool = False,
+        updates_per_rollout: int = 1,
+        gradient_clip_val: float | None = None,
+        aux_loss_coef: float = 0.0,
+        abort: AbortThresholds = DEFAULT_ABORT,
+        reward: Reward | None = None,
+        reward_options: RewardOptions = DEFAULT_REWARD_OPTIONS,
+        log_prompts: int = 2,
+    ) -> None:
+        super().__init__(model, pretrained, optimizer, schedule, seed, aux_loss_coef)
+        self.group_size = _at_least("group_size", group_size, 2)
+        self.max_new_tokens = int(_at_least("max_new_tokens", max_new_tokens, 1))
+        if not temperature > 0:
+            raise UserError(f"temperature is {temperature}: it must be positive, for samples to differ.")
+        self.temperature = temperature
+        self.clip_low = _at_least("clip_low", clip_low, 0)
+        self.clip_high = _at_least("clip_high", clip_high, 0)
+        self.tis_cap = None if tis_cap is None else _at_least("tis_cap", tis_cap, 1)
+        self.beta = _at_least("beta", beta, 0)
+        self.scale_rewards = scale_rewards
+        self.mask_truncated = mask_truncated
+        self.updates_per_rollout = int(_at_least("updates_per_rollout", updates_per_rollout, 1))
+        self.automatic_optimization = self.updates_per_rollout == 1
+        if gradient_clip_val is not None and self.automatic_optimization:
+            raise UserError(
+                "gradient_clip_val is for updates_per_rollout above 1; with one update set trainer.gradient_clip_val."
+            )
+        self.gradient_clip_val = gradient_clip_val
+        self.abort = as_config(AbortThresholds, abort, "abort")
+        self.reward = reward
+        self.reward_options = as_config(RewardOptions, reward_options, "reward_options")
+        self.log_prompts = int(_at_least("log_prompts", log_prompts, 0))
+        self._reference: list[PreTrainedModel] = []  # in a list: no submodule, so no part of checkpoints or optimizers
+        self._rollout_log: RolloutLog | None = None
+        self._store_hyperparameters(
+            **{name: self.hparams[name] for name in ("model", "pretrained", "seed", "aux_loss_coef")},
+            **{
+                name: getattr(self, name)
+                for name in (
+                    "group_size max_new_tokens temperature clip_low clip_high tis_cap beta scale_rewards "
+                    "mask_truncated updates_per_rollout gradient_clip_val log_prompts"
+                ).split()
+            },
+            abort=dataclasses.asdict(self.abort),
+            reward_options=dataclasses.asdict(self.reward_options),
+        )
+
+    def configure_model(self) -> None:
+        """Build the model, and with `beta` above 0 copy it before a checkpoint is loaded into it."""
+        built = self.model is not None
+        super().configure_model()
+        if self.beta > 0 and not built:
+            if self._trainer is not None and self.device_mesh is not None:
+                raise UserError(
+                    f"beta is {self.beta}, which keeps a whole reference model on every device: with a sharding "
+                    "strategy set beta to 0."
+                )
+            self._reference = [copy.deepcopy(self.network).eval().requires_grad_(False)]
+
+    def on_fit_start(self) -> None:
+        """Check what the datamodule must offer, and put the reference model on the device."""
+        super().on_fit_start()
+        if self._tokenizer is None:
+            raise UserError("GRPO decodes with the datamodule's tokenizer: fit with a datamodule that has one.")
+        for reference in self._reference:
+            torch.nn.Module.to(reference, self.device)
+
+    def on_train_start(self) -> None:
+        """Open the log of completions where this run starts or resumes."""
+        if self.log_prompts and self.trainer.is_global_zero:
+            self._rollout_log = RolloutLog(Path(self.trainer.default_root_dir) / "rollouts.jsonl")
+            self._rollout_log.rewind(self.trainer.global_step)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        """Sample, score and update on one batch of prompts."""
+        micro_batch = batch_idx % self.trainer.accumulate_grad_batches
+        generator = rollout_generator(self.seed, self.trainer.global_step, micro_batch, self.global_rank, self.device)
+        rollout = self._sample(batch, generator, self.temperature, self.group_size)
+        texts = self._decode(rollout)
+        rewards = self._score(texts, [reference for reference in batch["references"] for _ in range(self.group_size)])
+        rewards_NG = rewards.view(-1, self.group_size)
+        advantages = group_advantages(rewards_NG, self.scale_rewards)
+        mask = rollout.completion_mask
+        if self.mask_truncated:
+            mask = mask & ~rollout.truncated.unsqueeze(1)
+        self._log_rollout(batch, rollout, texts, rewards)
+        metrics = {
+            "reward": rewards.mean(),
+            "reward_std": rewards.std(),
+            "zero_variance_share": advantages.zero_variance_share,
+            "length": rollout.completion_mask.sum(dim=1).float().mean(),
+            "truncated_share": rollout.truncated.float().mean(),
+        }
+        if self.automatic_optimization:
+            loss, _, step_metrics = self._loss(rollout, mask, advantages.values.flatten(), old_logps=None)
+            self._report(metrics | step_metrics)
+            return loss
+        self._update_repeatedly(rollout, mask, advantages.values.flatten(), metrics)
+        return None
+
+    def _update_repeatedly(
+        self, rollout: Rollout, mask: Tensor, advantages: Tensor, metrics: dict[str, Tensor]
+    ) -> None:
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        old_logps, clipped = None, []
+        for _ in range(self.updates_per_rollout):
+            loss, logps, step_metrics = self._loss(rollout, mask, advantages, old_logps)
+            if old_logps is None:
+                old_logps, metrics = logps.detach(), metrics | step_metrics
+            clipped.append(step_metrics["clip_share"])
+            optimizer.zero_grad()  # type: ignore[union-attr]
+            self.manual_backward(loss)
+            optimizer.step()  # type: ignore[union-attr]
+            schedule.step()  # type: ignore[union-attr]
+        self._report(metrics | {"clip_share": torch.stack(clipped).mean()})
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Log the norm, then clip where the Trainer cannot."""
+        super().on_before_optimizer_step(optimizer)
+        if self.gradient_clip_val is not None:
+            self.clip_gradients(optimizer, self.gradient_clip_val, "norm")
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Log `val/reward` of the most likely completion of every prompt."""
+        generator = torch.Generator(device=self.device)  # greedy: nothing is drawn from it
+        rollout = self._sample(batch, generator, temperature=0.0, group_size=1)
+        rewards = self._score(self._decode(rollout), batch["references"])
+        self.log("val/reward", rewards.mean(), prog_bar=True, batch_size=len(rewards), sync_dist=True)
+
+    @property
+    def _tokenizer(self) -> Any:
+        return getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+
+    def _sample(
+        self, batch: dict[str, Any], generator: torch.Generator, temperature: float, group_size: int
+    ) -> Rollout:
+        stop_ids = stop_token_ids(self._tokenizer)
+        pad_id = self._tokenizer.pad_token_id
+        return sample(
+            self.network,
+            batch["input_ids"],
+            batch["attention_mask"],
+            max_new_tokens=self.max_new_tokens,
+            temperature=temperature,
+            stop_ids=stop_ids,
+            pad_id=next(iter(stop_ids), 0) if pad_id is None else pad_id,
+            generator=generator,
+            group_size=group_size,
+        )
+
+    def _decode(self, rollout: Rollout) -> list[str]:
+        rows = zip(rollout.completions.tolist(), rollout.completion_mask.sum(dim=1).tolist(), strict=True)
+        return self._tokenizer.batch_decode([tokens[:length] for tokens, length in rows], skip_special_tokens=True)
+
+    def _score(self, texts: list[str], references: list[dict[str, Any]]) -> Tensor:
+        if self.reward is None:
+            rewards = score_many(texts, references, options=self.reward_options)
+        else:
+            rewards = self.reward(texts, references)
+        if len(rewards) != len(texts):
+            raise UserError(f"reward gave {len(rewards)} values for {len(texts)} completions: one for each is due.")
+        values = torch.tensor(rewards, dtype=torch.float32, device=self.device)
+        if not torch.isfinite(values).all():
+            raise UserError(f"reward gave {rewards[int((~torch.isfinite(values)).nonzero()[0])]}: it must be finite.")
+        return values
+
+    def _loss(
+        self, rollout: Rollout, mask: Tensor, advantages: Tensor, old_logps: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the loss, the log-probabilities (B, T) with gradient, and metrics."""
+        logps, entropy, aux_loss = self._policy(rollout)
+        reference_logps = None
+        if self._reference:
+            with torch.no_grad():
+                reference = self._reference[0]
+                output = reference(**_inputs(rollout), use_cache=False, **router_options(reference, False))
+                logits = _completion_logits(output.logits, rollout)
+                reference_logps = token_logps(logits, rollout.completions, self.temperature)
+        objective = grpo_objective(
+            logps,
+            logps.detach() if old_logps is None else old_logps,
+            rollout.logps,
+            advantages,
+            mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            tis_cap=self.tis_cap,
+            reference_logps_BT=reference_logps,
+            beta=self.beta,
+            # Data-parallel ranks average their gradients: dividing by their mean count weighs all tokens alike.
+            denominator=self.trainer.strategy.reduce(mask.sum().float(), reduce_op="mean"),  # type: ignore[arg-type]
+        )
+        completion_mask = rollout.completion_mask
+        metrics = objective.metrics | {
+            "loss": objective.loss.detach(),
+            "entropy": entropy.masked_fill(~completion_mask, 0.0).sum() / completion_mask.sum(),
+        }
+        if aux_loss is None:
+            return objective.loss, logps, metrics
+        return objective.loss + self.load_balance_coef * aux_loss, logps, metrics | {"aux_loss": aux_loss.detach()}
+
+    def _policy(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return log-probabilities (B, T) with gradient, entropies (B, T) and the load balance loss where it is on."""
+        output = self(**_inputs(rollout), **router_options(self.network, self.load_balance_coef > 0))
+        logits = _completion_logits(output.logits, rollout)
+        logps = token_logps(logits, rollout.completions, self.temperature)
+        return logps, token_entropy(logits.detach(), self.temperature), output.get("aux_loss")
+
+    def _report(self, metrics: dict[str, Tensor]) -> None:
+        """Log the step's metrics, averaged over ranks, and stop at the thresholds."""
+        means = {name: self.trainer.strategy.reduce(value, reduce_op="mean") for name, value in metrics.items()}
+        self.log_dict({f"rl/{name}": value for name, value in means.items()}, batch_size=1)
+        self.log("reward", means["reward"], prog_bar=True, logger=False, batch_size=1)
+        self.abort.check({name: float(value) for name, value in means.items()}, self.trainer.global_step)
+
+    def _log_rollout(self, batch: dict[str, Any], rollout: Rollout, texts: list[str], rewards: Tensor) -> None:
+        if self._rollout_log is None:
+            return
+        prompts = self._tokenizer.batch_decode(batch["input_ids"][: self.log_prompts], skip_special_tokens=True)
+        rows = [
+            index * self.group_size + offset for index in range(len(prompts)) for offset in range(_LOGGED_PER_PROMPT)
+        ]
+        self._rollout_log.append(
+            [
+                {
+                    "step": self.trainer.global_step,
+                    "prompt": prompts[row // self.group_size],
+                    "completion": texts[row],
+                    "reward": float(rewards[row]),
+                    "truncated": bool(rollout.truncated[row]),
+                }
+                for row in rows
+            ]
+        )
+
+
+def _inputs(rollout: Rollout) -> dict[str, Tensor]:
+    return {
+        "input_ids": rollout.sequences,
+        "attention_mask": rollout.attention_mask,
+        "position_ids": rollout.position_ids,
+        "logits_to_keep": rollout.completion_mask.shape[1] + 1,  # type: ignore[dict-item]
+    }
+
+
+def _completion_logits(logits: Tensor, rollout: Rollout) -> Tensor:
+    """The logits that predict the completion: those one position to its left. (B, >= T + 1, V) -> (B, T, V)."""
+    return logits[:, -rollout.completion_mask.shape[1] - 1 : -1]
+
+
+def _at_least(name: str, value: float, low: float) -> Any:
+    if not value >= low:
+        raise UserError(f"{name} is {value}: it must be at least {low}.")
+    return value

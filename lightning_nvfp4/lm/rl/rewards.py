@@ -1,0 +1,159 @@
+"""Verifiable rewards: 1.0 for an answer that is right, 0.0 for one that is not.
+
+A prompt's reference names the kind of its reward; `register_reward` adds kinds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_nvfp4.errors import UserError, unknown
+from lightning_nvfp4.lm.rl.sandbox import Program, run_many
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """How rewards that run code do it.
+
+    Attributes:
+        timeout: wall seconds for each program.
+        workers: sandboxes side by side.
+        allow_unsafe: whether limits alone are enough where the machine cannot isolate.
+    """
+
+    timeout: float = 2.0
+    workers: int = 1
+    allow_unsafe: bool = False
+
+
+Reward = Callable[[Sequence[str], Sequence[Mapping[str, Any]], RewardOptions], list[float]]
+"""`(completions, references, options) -> rewards`, all of one length."""
+
+_REWARDS: dict[str, Reward] = {}
+
+
+def register_reward(kind: str) -> Callable[[Reward], Reward]:
+    """Make the decorated function the reward of references whose ``kind`` is `kind`."""
+
+    def register(function: Reward) -> Reward:
+        _REWARDS[kind] = function
+        return function
+
+    return register
+
+
+def score(completion: str, reference: Mapping[str, Any], *, options: RewardOptions | None = None) -> float:
+    """Return the reward of one completion; see `score_many`."""
+    return score_many([completion], [reference], options=options)[0]
+
+
+def score_many(
+    completions: Sequence[str],
+    references: Sequence[Mapping[str, Any]],
+    *,
+    options: RewardOptions | None = None,
+) -> list[float]:
+    """Return the reward of each completion against its reference, each kind's completions scored together.
+
+    Args:
+        completions: generated texts without special tokens.
+        references: ``{"kind": "exact", "answer": "42"}`` or ``{"kind": "code", "entry_point", "tests", "prompt"}``.
+        options: limits of the rewards that run code.
+
+    Raises:
+        UserError: unequal lengths, an unknown kind, a reference without a needed field, no isolation for code.
+    """
+    if len(completions) != len(references):
+        raise UserError(f"{len(completions)} completions for {len(references)} references: need one for each.")
+    rewards = [0.0] * len(completions)
+    places: dict[str, list[int]] = {}
+    for place, reference in enumerate(references):
+        places.setdefault(str(reference.get("kind")), []).append(place)
+    for kind, chosen in places.items():
+        if kind not in _REWARDS:
+            raise unknown("reward kind", kind, _REWARDS, cure="Add it with register_reward.")
+        part = _REWARDS[kind](
+            [completions[i] for i in chosen], [references[i] for i in chosen], options or RewardOptions()
+        )
+        for place, reward in zip(chosen, part, strict=True):
+            rewards[place] = reward
+    return rewards
+
+
+_NUMBER = re.compile(r"[-+]?(\d[\d,]*)?(\.\d+)?")
+_FINAL = re.compile(r"####[ \t]*([^\n]*)")
+
+
+def final_answer(text: str) -> str | None:
+    """Return what follows the last ``####`` on its line, without ``$``, thousands commas and a final stop."""
+    found = _FINAL.findall(text)
+    return _plain(found[-1]) if found else None
+
+
+def exact_match(completion: str, answer: str) -> bool:
+    """Whether the completion gives `answer`: a number after the last ``####``, any other text alone and in full."""
+    wanted = _plain(answer)
+    if wanted and _NUMBER.fullmatch(wanted):
+        return final_answer(completion) == wanted
+    return completion.strip() == answer.strip()
+
+
+def _plain(text: str) -> str:
+    text = text.strip().removesuffix(".")
+    number = text.replace(",", "").replace("$", "")
+    return number if number and _NUMBER.fullmatch(number) else text
+
+
+@register_reward("exact")
+def exact(completions: Sequence[str], references: Sequence[Mapping[str, Any]], options: RewardOptions) -> list[float]:
+    """Reward of ``{"answer"}``: see `exact_match`."""
+    return [
+        float(exact_match(text, str(_field(reference, "answer"))))
+        for text, reference in zip(completions, references, strict=True)
+    ]
+
+
+@register_reward("code")
+def code(completions: Sequence[str], references: Sequence[Mapping[str, Any]], options: RewardOptions) -> list[float]:
+    """Reward of ``{"entry_point", "tests", "prompt"}``: the program passes its tests in the sandbox."""
+    programs = [
+        Program(
+            program_source(str(reference.get("prompt", "")), text, str(_field(reference, "entry_point"))),
+            str(_field(reference, "tests")),
+            str(reference["entry_point"]),
+        )
+        for text, reference in zip(completions, references, strict=True)
+    ]
+    results = run_many(programs, timeout=options.timeout, workers=options.workers, allow_unsafe=options.allow_unsafe)
+    return [float(result.passed) for result in results]
+
+
+_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_STATEMENT = re.compile(r"(def|class|import|from|@|async)\b|@")
+
+
+def program_source(prompt: str, completion: str, entry_point: str) -> str:
+    """Join a prompt, which ends inside the function `entry_point`, and a completion to one program.
+
+    The completion is the function's body or the whole function, in a Markdown fence or not. Of the prompt, a whole
+    function needs what stands before it (imports, helpers); its own stub is harmless there. A body whose first line
+    lost its indentation gets it back.
+    """
+    fenced = _FENCE.search(completion)
+    text = fenced.group(1) if fenced else completion
+    if re.search(rf"^(async )?def {re.escape(entry_point)}\b", text, re.MULTILINE):
+        start = re.search(rf"^(async )?def {re.escape(entry_point)}\b", prompt, re.MULTILINE)
+        return f"{prompt[: start.start()] if start else prompt}\n{text}\n"
+    body = text.lstrip("\n")
+    if body and not body[0].isspace() and not _STATEMENT.match(body):
+        body = f"    {body}"
+    return f"{prompt.rstrip()}\n{body}\n" if prompt else f"{body}\n"
+
+
+def _field(reference: Mapping[str, Any], name: str) -> Any:
+    if name not in reference:
+        raise UserError(f"the reference {dict(reference)!r:.200} has no field {name!r}, which its kind needs.")
+    return reference[name]
