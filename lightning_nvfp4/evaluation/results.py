@@ -1,0 +1,155 @@
+"""What an evaluation leaves behind: a JSON file of scores and JSON Lines of documents, which pair between runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_nvfp4.errors import UserError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Score:
+    """The mean of one metric of one task.
+
+    Attributes:
+        task: name in the evaluation's configuration.
+        metric: name of the metric, `metric@filter` where a task has several ways to read an answer.
+        value: mean over documents, 0 to 1 for accuracies.
+        stderr: standard error of the mean.
+        n: documents.
+        higher_is_better: direction of the metric.
+        version: of the task's definition.
+    """
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+    n: int
+    higher_is_better: bool = True
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One scored document. `id` depends on the document's content alone, so that it pairs across runs and machines."""
+
+    task: str
+    metric: str
+    id: str
+    value: float
+    response: Any = None
+    target: Any = None
+    prompt: str = ""
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """An evaluation of one checkpoint in one precision.
+
+    Attributes:
+        suite: name of the configuration.
+        precision: preset.
+        backend: where the GEMMs ran.
+        native: whether the hardware computes in that precision; False means emulated numerics.
+        checkpoint: as given.
+        scores: one for each task and metric.
+        skipped: task -> why it did not run.
+        notes: what a reader should know before trusting a score.
+        seeds: by name.
+        versions: of the packages that matter.
+        hardware: device name.
+        date: UTC, ISO 8601.
+        config: the resolved configuration.
+        seconds: wall time; None for emulated runs, whose speed says nothing about hardware that has the format.
+        samples: documents; kept in a file of their own.
+    """
+
+    suite: str
+    precision: str
+    backend: str
+    native: bool
+    checkpoint: str
+    scores: tuple[Score, ...]
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    seeds: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    hardware: str = ""
+    date: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    seconds: float | None = None
+    samples: tuple[Sample, ...] = ()
+
+    def score(self, task: str, metric: str | None = None) -> Score:
+        """Return the score of `task`; the first metric where none is named."""
+        for score in self.scores:
+            if score.task == task and metric in (None, score.metric):
+                return score
+        raise KeyError((task, metric))
+
+    def write(self, path: Path) -> Path:
+        """Write `path` (JSON) and, beside it, `*.samples.jsonl`; each is whole or absent."""
+        content = {"schema": SCHEMA, **asdict(self)}
+        del content["samples"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps(asdict(sample), ensure_ascii=False) for sample in self.samples)
+        _write_whole(samples_path(path), lines)
+        _write_whole(path, [json.dumps(content, indent=2, ensure_ascii=False)])
+        return path
+
+
+def samples_path(path: Path) -> Path:
+    """Return where the documents of the result `path` are."""
+    return path.with_suffix(".samples.jsonl")
+
+
+def read_result(path: str | os.PathLike[str], *, samples: bool = True) -> EvalResult:
+    """Read what `EvalResult.write` wrote.
+
+    Raises:
+        UserError: no such file, not a result, or (with `samples`) its documents are missing or cut short.
+    """
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(
+            f"{path}: no readable evaluation result ({error}). Give a file that nvfp4 eval wrote."
+        ) from error
+    if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA:
+        raise UserError(f"{path}: not an evaluation result of schema {SCHEMA}. Give a file that nvfp4 eval wrote.")
+    content["scores"] = tuple(Score(**score) for score in content["scores"])
+    content["notes"] = tuple(content["notes"])
+    if samples:
+        content["samples"] = tuple(_read_samples(samples_path(path)))
+    return EvalResult(**content)
+
+
+def _read_samples(path: Path) -> Iterable[Sample]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} is missing: runs pair by it. Keep it beside its .json, or evaluate again.") from error
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            yield Sample(**json.loads(line))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise UserError(f"{path}, line {number}: not a sample ({error}). Evaluate again.") from error
+
+
+def _write_whole(path: Path, lines: Iterable[str]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        for line in lines:
+            stream.write(line + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)

@@ -1,0 +1,204 @@
+"""Evaluate a checkpoint in one precision or several: lm-evaluation-harness on the converted model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_nvfp4 import capability
+from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.evaluation.code import judge_programs
+from lightning_nvfp4.evaluation.documents import load_documents
+from lightning_nvfp4.evaluation.results import EvalResult, Sample, Score
+from lightning_nvfp4.evaluation.suite import Definition, Suite, load_definition, load_suite
+from lightning_nvfp4.evaluation.surroundings import no_network, own_random_state, quiet
+from lightning_nvfp4.lm.hf_model import load_model, resolve_pretrained
+from lightning_nvfp4.lm.rl.sandbox import run_python
+from lightning_nvfp4.nn.inference import inference
+
+NO_PERMISSION = "its answers are programs, which run only with --allow-code-execution"
+_PACKAGES = ("lightning-nvfp4", "torch", "transformers", "lm-eval", "datasets")
+
+
+def evaluate(
+    checkpoint: str | Path,
+    config: str | Path,
+    precision: str,
+    out: Path,
+    limit: int | None = None,
+    allow_code_execution: bool = False,
+    seed: int = 0,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    backend: str = "auto",
+    device: str = "auto",
+    allow_unsafe_code: bool = False,
+    progress: bool = True,
+) -> EvalResult:
+    """Evaluate one checkpoint in one precision and write the result.
+
+    Args:
+        checkpoint: a stage's run folder (its ``hf/`` is read), a Hugging Face folder or the name of a hub model.
+        config: a suite (``eval/*.yaml``).
+        precision: preset name.
+        out: the result file if it ends in ``.json``, else a folder, which gets ``<checkpoint>-<precision>.json``.
+        limit: score at most this many documents of each task.
+        allow_code_execution: run model-written code, in the sandbox.
+        seed: which embedded documents are drawn, and which few-shot examples.
+        overrides: fields of the preset to change.
+        backend: of the quantized GEMMs.
+        device: ``auto``, ``cpu``, ``cuda``.
+        allow_unsafe_code: run model-written code with resource limits alone where the machine cannot isolate it.
+        progress: show progress bars.
+
+    Raises:
+        UserError: bad configuration, checkpoint or precision; code permitted but no isolation on this machine.
+    """
+    suite = load_suite(config)
+    if limit is not None and limit < 1:
+        raise UserError(f"limit is {limit}: need at least one document.")
+    definitions = {
+        name: load_definition(suite.folder / spec.definition)
+        for name, spec in suite.tasks.items()
+        if spec.definition is not None
+    }
+    if allow_code_execution and not allow_unsafe_code and _runs_code(suite, definitions):
+        run_python("pass")  # refuses before minutes are spent on other tasks
+    with no_network(suite.offline), quiet(), own_random_state(seed):
+        from transformers import AutoTokenizer
+
+        source = resolve_pretrained(checkpoint)
+        model: Any = load_model(source)
+        model = model.to(_device(device)).eval()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise UserError(f"checkpoint {source!r} has no tokenizer: {error}. Save one beside the model.") from error
+        start = time.monotonic()
+        judge = partial(judge_programs, allow_unsafe=allow_unsafe_code) if allow_code_execution else None
+        with inference(model, precision, overrides=overrides, backend=backend) as report:
+            scores, samples, skipped = _score(suite, definitions, model, tokenizer, judge, limit, seed, progress)
+        seconds = time.monotonic() - start
+    native = report.backend == "te" or (precision == "bf16-gemm" and capability.backend_for(precision).native)
+    result = EvalResult(
+        suite=suite.name,
+        precision=precision,
+        backend=report.backend,
+        native=native,
+        checkpoint=str(checkpoint),
+        scores=tuple(scores),
+        skipped=skipped,
+        notes=tuple(_notes(scores, samples, native)),
+        seeds={"documents": seed, "fewshot": seed},
+        versions=_versions(),
+        hardware=_hardware(model.device),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        config={**suite.resolved(), "limit": limit, "overrides": dict(overrides or {})},
+        seconds=seconds if native else None,
+        samples=tuple(samples),
+    )
+    out = Path(out)
+    path = out if out.suffix == ".json" else out / f"{Path(checkpoint).name}-{precision}.json"
+    result.write(path)
+    return result
+
+
+def evaluate_many(
+    checkpoint: str | Path, config: str | Path, precisions: Sequence[str], out: Path, **options: Any
+) -> dict[str, EvalResult]:
+    """Evaluate one checkpoint in several precisions into the folder `out`; `options` are those of `evaluate`."""
+    if not precisions:
+        raise UserError("no precision to evaluate in: name at least one preset.")
+    if len(precisions) > 1 and Path(out).suffix == ".json":
+        raise UserError(f"out is the file {str(out)!r} for {len(precisions)} precisions: name a folder.")
+    return {precision: evaluate(checkpoint, config, precision, out, **options) for precision in precisions}
+
+
+def _score(
+    suite: Suite,
+    definitions: dict[str, Definition],
+    model: Any,
+    tokenizer: Any,
+    judge: Any,
+    limit: int | None,
+    seed: int,
+    progress: bool,
+) -> tuple[list[Score], list[Sample], dict[str, str]]:
+    from lightning_nvfp4.evaluation import harness
+
+    lm = harness.make_lm(model, tokenizer, suite, progress=progress)
+    skipped: dict[str, str] = {}
+    groups: dict[tuple[bool, int | None], dict[str, Any]] = {}
+    for name, spec in suite.tasks.items():
+        definition = definitions.get(name)
+        code = spec.code or (definition is not None and definition.judge == "code")
+        if code and judge is None:
+            skipped[name] = NO_PERMISSION
+            continue
+        chat = suite.chat_template if spec.chat_template is None else spec.chat_template
+        if chat and not getattr(tokenizer, "chat_template", None):
+            raise UserError(
+                f"task {name!r} wants a chat template and the tokenizer has none: set chat_template: false."
+            )
+        if definition is not None:
+            splits = load_documents(definition.documents, name, seed=seed, count=spec.count)
+            tasks = {name: harness.own_task(name, spec, definition, splits, chat=chat, judge=judge if code else None)}
+        else:
+            tasks = harness.stock_tasks(name, spec)
+        limits = [value for value in (limit, spec.limit) if value is not None]
+        groups.setdefault((chat, min(limits, default=None)), {}).update(tasks)
+    scores: list[Score] = []
+    samples: list[Sample] = []
+    for (chat, most), tasks in groups.items():
+        part = harness.score_tasks(lm, tasks, chat=chat, limit=most, seed=seed)
+        scores += part[0]
+        samples += part[1]
+    order = list(suite.tasks)
+    scores.sort(key=lambda score: order.index(score.task.split("/")[0]))
+    return scores, samples, skipped
+
+
+def _runs_code(suite: Suite, definitions: dict[str, Definition]) -> bool:
+    return any(spec.code for spec in suite.tasks.values()) or any(d.judge == "code" for d in definitions.values())
+
+
+def _notes(scores: Sequence[Score], samples: Sequence[Sample], native: bool) -> list[str]:
+    notes = [] if native else ["Numerics are emulated: scores are those of the format, times say nothing about it."]
+    for score in scores:
+        if score.value == 0.0 and score.higher_is_better:
+            first = next(s for s in samples if (s.task, s.metric) == (score.task, score.metric))
+            notes.append(
+                f"{score.task} {score.metric} is exactly 0 over {score.n} documents: read the samples before believing "
+                f"it. The first answer: {str(first.response)[:120]!r}, wanted {str(first.target)[:60]!r}."
+            )
+    return notes
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,147 @@
+"""The YAML of an evaluation: which tasks, on which documents, in which form."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from lightning_nvfp4.errors import UserError, unknown
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """One task of a suite: a definition of our own (`definition`) or one that lm-evaluation-harness has (`stock`).
+
+    Attributes:
+        definition: YAML file relative to the suite's file.
+        stock: name of a task or group of lm-evaluation-harness.
+        count: documents to draw (embedded documents only).
+        limit: score the first `limit` documents only.
+        fewshot: examples before each question; None = the definition's own.
+        chat_template: overrides the suite's.
+        code: the answer is a program, judged by running it (needs permission to execute code).
+    """
+
+    definition: str | None = None
+    stock: str | None = None
+    count: int | None = None
+    limit: int | None = None
+    fewshot: int | None = None
+    chat_template: bool | None = None
+    code: bool = False
+
+
+@dataclass(frozen=True)
+class Suite:
+    """An evaluation configuration.
+
+    Attributes:
+        name: of the suite.
+        tasks: by the name that results use.
+        batch_size: requests in one forward.
+        chat_template: put questions into the tokenizer's chat template.
+        max_length: tokens of context; None = the model's own.
+        offline: refuse the network (Hugging Face libraries included).
+        folder: where the suite's file is; definitions are relative to it.
+    """
+
+    name: str
+    tasks: dict[str, TaskSpec]
+    batch_size: int = 16
+    chat_template: bool = False
+    max_length: int | None = None
+    offline: bool = True
+    folder: Path = field(default=Path(), compare=False)
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the configuration as plain data, for the record."""
+        content = asdict(self)
+        content["folder"] = str(self.folder)
+        return content
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A task of our own.
+
+    Attributes:
+        documents: ``{"embedded": task}`` or ``{"test": file.jsonl[.gz], "fewshot": file, "where": {field: value}}``.
+        judge: ``"match"`` (the metrics of `harness`) or ``"code"`` (pass@1 in the sandbox).
+        harness: fields of an lm-evaluation-harness task.
+        plain: fields that replace those of `harness` without a chat template.
+    """
+
+    documents: dict[str, Any]
+    harness: dict[str, Any]
+    judge: Literal["match", "code"] = "match"
+    plain: dict[str, Any] = field(default_factory=dict)
+
+
+def load_suite(path: str | Path) -> Suite:
+    """Read an evaluation configuration.
+
+    Raises:
+        UserError: no such file, malformed YAML, an unknown or missing field.
+    """
+    path = Path(path)
+    content = _read_yaml(path)
+    _check(content, Suite, str(path), exclude=("folder",))
+    tasks = content.pop("tasks", None)
+    if not isinstance(tasks, dict) or not tasks:
+        raise UserError(f"{path}: tasks is {tasks!r}: list at least one task by name.")
+    specs = {}
+    for name, entry in tasks.items():
+        where = f"{path}: tasks.{name}"
+        entry = {} if entry is None else entry
+        if not isinstance(entry, dict):
+            raise UserError(f"{where} is {entry!r}: need fields such as definition or stock.")
+        _check(entry, TaskSpec, where)
+        spec = TaskSpec(**entry)
+        if (spec.definition is None) == (spec.stock is None):
+            raise UserError(f"{where}: give exactly one of definition (a YAML file) and stock (a harness task).")
+        if spec.stock is not None and spec.code:
+            raise UserError(f"{where}: a stock task cannot run code here: give a definition with judge: code.")
+        specs[str(name)] = spec
+    suite = Suite(**{"name": path.stem, **content}, tasks=specs, folder=path.resolve().parent)
+    if not isinstance(suite.batch_size, int) or suite.batch_size < 1:
+        raise UserError(f"{path}: batch_size is {suite.batch_size!r}: need a positive whole number.")
+    return suite
+
+
+def load_definition(path: Path) -> Definition:
+    """Read a task definition; see `Definition`.
+
+    Raises:
+        UserError: no such file, malformed YAML, an unknown or missing field.
+    """
+    content = _read_yaml(path)
+    _check(content, Definition, str(path))
+    for name in ("documents", "harness"):
+        if not isinstance(content.get(name), dict):
+            raise UserError(f"{path}: {name} is {content.get(name)!r}: it is needed, as a mapping.")
+    definition = Definition(**content)
+    if definition.judge not in ("match", "code"):
+        raise unknown(f"{path}: judge", definition.judge, ("match", "code"))
+    return definition
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}). Name an existing YAML file.") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: need a mapping of fields, got {type(content).__name__}.")
+    return content
+
+
+def _check(content: dict[str, Any], kind: type, where: str, exclude: tuple[str, ...] = ()) -> None:
+    known = [f.name for f in fields(kind) if f.name not in exclude]
+    for name in content:
+        if name not in known:
+            raise unknown(f"{where}: field", name, known)

@@ -1,0 +1,77 @@
+"""The harness scores what a model answers: a model that knows the answers gets every point."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.evaluation import harness
+from lightning_nvfp4.evaluation.run import evaluate
+from lightning_nvfp4.lm.data.embedded import eval_documents
+
+ROOT = Path(__file__).parents[2]
+
+
+def suite(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "suite.yaml"
+    path.write_text(text.replace("tasks/", f"{ROOT}/eval/tasks/"))
+    return path
+
+
+def test_right_answers_score_one(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {d["question"]: d["answer"] for d in eval_documents("word", 0, 8)}
+    answers |= {d["prompt"]: d["canonical_solution"] for d in eval_documents("code", 0, 8)}
+
+    def generate(self, requests, disable_tqdm=False):
+        return [next(a for q, a in answers.items() if q in request.args[0]) for request in requests]
+
+    monkeypatch.setattr(harness.InMemoryLM, "generate_until", generate)
+    path = suite(
+        tmp_path,
+        "chat_template: true\ntasks:\n  word: {definition: tasks/word.yaml, count: 8}\n"
+        "  code: {definition: tasks/code.yaml, count: 8}\n",
+    )
+    result = evaluate(
+        checkpoint, path, "bf16-gemm", tmp_path, allow_code_execution=True, allow_unsafe_code=True, progress=False
+    )
+    assert [(s.task, s.value, s.stderr, s.n) for s in result.scores] == [("word", 1.0, 0.0, 8), ("code", 1.0, 0.0, 8)]
+
+
+def test_batches_do_not_change_scores(checkpoint: Path, tmp_path: Path) -> None:
+    texts = {}
+    for size in (1, 5):
+        path = suite(
+            tmp_path,
+            f"batch_size: {size}\nchat_template: true\ntasks:\n  word: {{definition: tasks/word.yaml, count: 5}}\n"
+            "  choice: {definition: tasks/choice_seen.yaml, count: 5}\n",
+        )
+        result = evaluate(checkpoint, path, "bf16-gemm", tmp_path, progress=False)
+        texts[size] = result.samples
+    for one, five in zip(texts[1], texts[5], strict=True):
+        assert (one.id, one.prompt, one.target) == (five.id, five.prompt, five.target)
+        if one.task == "choice":
+            # BF16 sums in another order: likelihoods agree to its 8 bits, over a few tokens.
+            assert [r[0] for r in one.response] == pytest.approx([r[0] for r in five.response], rel=0.02)
+
+
+def test_files_with_few_shot_examples(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for split, count in (("test", 3), ("train", 4)):
+        path = tmp_path / "data" / "gsm8k" / f"{split}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f'{{"question": "{split} {i}?", "answer": "#### {i}"}}\n' for i in range(count)))
+    path = suite(tmp_path, "tasks: {gsm8k: {definition: tasks/gsm8k_files.yaml, fewshot: 2}}")
+    path.write_text(f"max_length: 512\n{path.read_text()}")
+    result = evaluate(checkpoint, path, "bf16-gemm", tmp_path / "r.json", progress=False)
+    assert [s.metric for s in result.scores] == ["exact_match@flexible-extract", "exact_match@strict-match"]
+    assert result.scores[0].n == 3
+    for sample in result.samples:
+        assert sample.prompt.count("Question: train") == 2 and sample.prompt.count("Question: test") == 1
+    (tmp_path / "data" / "gsm8k" / "test.jsonl").write_text('{"question": "a"}\n{"question"\n')
+    with pytest.raises(UserError, match="test.jsonl, line 2: not JSON"):
+        evaluate(checkpoint, path, "bf16-gemm", tmp_path / "r.json", progress=False)
+    (tmp_path / "data" / "gsm8k" / "test.jsonl").unlink()
+    with pytest.raises(UserError, match="no file 'data/gsm8k/test.jsonl'"):
+        evaluate(checkpoint, path, "bf16-gemm", tmp_path / "r.json", progress=False)

@@ -1,0 +1,139 @@
+"""An evaluation from a run folder to its files, on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.evaluation.results import read_result, samples_path
+from lightning_nvfp4.evaluation.run import NO_PERMISSION, evaluate, evaluate_many
+
+ROOT = Path(__file__).parents[2]
+SUITE = ROOT / "eval" / "embedded.yaml"
+
+
+@pytest.fixture(scope="module")
+def results(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
+    out = tmp_path_factory.mktemp("eval")
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    done = evaluate_many(
+        checkpoint, SUITE, ["bf16-gemm", "nvfp4-hybrid"], out, limit=6, allow_unsafe_code=True,
+        allow_code_execution=True, progress=False,
+    )  # fmt: skip
+    assert random.getstate() == states[0]
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+    return out, done
+
+
+def test_scores_every_task(results) -> None:
+    _, done = results
+    for precision, result in done.items():
+        assert result.precision == precision
+        assert [(s.task, s.metric, s.n) for s in result.scores] == [
+            ("word", "exact_match", 6),
+            ("choice_seen", "acc", 6),
+            ("choice_heldout", "acc", 6),
+            ("code", "pass_at_1", 6),
+        ]
+        assert result.skipped == {}
+        for score in result.scores:
+            values = [s.value for s in result.samples if s.task == score.task]
+            assert score.value == pytest.approx(sum(values) / 6)
+            assert score.version == "1.0"
+
+
+def test_files_hold_what_was_returned(results, checkpoint: Path) -> None:
+    out, done = results
+    for precision, result in done.items():
+        path = out / f"sft-{precision}.json"
+        assert read_result(path) == result
+        content = json.loads(path.read_text())
+        assert content["checkpoint"] == str(checkpoint)
+        assert {"torch", "transformers", "lm-eval", "python"} <= content["versions"].keys()
+        assert content["seeds"] == {"documents": 0, "fewshot": 0}
+        assert content["hardware"] and content["date"]
+        assert len(samples_path(path).read_text().splitlines()) == 24
+
+
+def test_precisions_score_the_same_documents(results) -> None:
+    a, b = results[1].values()
+    assert [(s.task, s.id, s.prompt, s.target) for s in a.samples] == [
+        (s.task, s.id, s.prompt, s.target) for s in b.samples
+    ]
+    likelihoods = [[s.response for s in r.samples if s.task == "choice_seen"] for r in (a, b)]
+    assert likelihoods[0] != likelihoods[1], "the second run computed in another precision"
+
+
+def test_emulated_runs_report_no_speed(results) -> None:
+    for result in results[1].values():
+        if not result.native:
+            assert result.seconds is None
+            assert any("emulated" in note for note in result.notes)
+
+
+def test_prompts_are_in_the_chat_template(results, tokenizer) -> None:
+    for sample in results[1]["bf16-gemm"].samples:
+        assert sample.prompt.startswith("<|user|>") and sample.prompt.endswith("<|end|><|assistant|>")
+
+
+def test_a_score_of_zero_is_pointed_at(results) -> None:
+    result = results[1]["bf16-gemm"]
+    zeros = [s for s in result.scores if s.value == 0.0]
+    assert zeros, "a random model writes no correct program"
+    for score in zeros:
+        assert any(note.startswith(f"{score.task} {score.metric} is exactly 0") for note in result.notes)
+
+
+def test_code_needs_permission(checkpoint: Path, tmp_path: Path) -> None:
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(f"tasks:\n  code: {{definition: {ROOT}/eval/tasks/code.yaml}}\n")
+    result = evaluate(checkpoint, suite, "bf16-gemm", tmp_path / "r.json", progress=False)
+    assert result.skipped == {"code": NO_PERMISSION} and result.scores == ()
+
+
+def test_the_plain_form_and_another_seed(checkpoint: Path, tmp_path: Path) -> None:
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(f"tasks:\n  word: {{definition: {ROOT}/eval/tasks/word.yaml}}\n")
+    a, b = (evaluate(checkpoint, suite, "bf16-gemm", tmp_path, 3, seed=s, progress=False) for s in (0, 1))
+    assert all(s.prompt.startswith("Question: ") and s.prompt.endswith("\nAnswer:") for s in a.samples)
+    assert {s.id for s in a.samples}.isdisjoint(s.id for s in b.samples)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tasks: {}", "at least one task"),
+        ("task: {}", "Did you mean 'tasks'"),
+        ("tasks: {a: {stok: gsm8k}}", "Did you mean 'stock'"),
+        ("tasks: {a: {}}", "exactly one of"),
+        ("tasks: {a: {stock: humaneval, code: true}}", "judge: code"),
+        ("tasks: {a: {definition: nowhere.yaml}}", "nowhere.yaml: cannot be read"),
+        ("tasks: [", "not YAML"),
+        ("batch_size: 0\ntasks: {a: {stock: b}}", "batch_size"),
+    ],
+)
+def test_a_bad_suite_names_the_field(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "suite.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        evaluate(tmp_path, path, "bf16-gemm", tmp_path / "out.json")
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_bad_arguments(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        evaluate("./nowhere", SUITE, "bf16-gemm", tmp_path)
+    with pytest.raises(UserError, match="limit is 0"):
+        evaluate(checkpoint, SUITE, "bf16-gemm", tmp_path, 0)
+    with pytest.raises(UserError, match="Did you mean 'nvfp4-hybrid'"):
+        evaluate(checkpoint, SUITE, "nvfp4-hybird", tmp_path)
+    with pytest.raises(UserError, match="name a folder"):
+        evaluate_many(checkpoint, SUITE, ["nvfp4", "mxfp8"], tmp_path / "a.json")
+    assert list(tmp_path.iterdir()) == []
