@@ -1,0 +1,79 @@
+"""`nvfp4 eval`: score one checkpoint in one or several precisions."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_nvfp4.commands.parser import Parser
+from lightning_nvfp4.commands.paths import find_config
+from lightning_nvfp4.commands.yaml_files import read_mapping
+from lightning_nvfp4.errors import UserError, unknown
+from lightning_nvfp4.recipe import PRESETS
+
+
+def run(arguments: list[str]) -> int:
+    """Evaluate as the command line says and return the exit status."""
+    parser = Parser("nvfp4 eval", "Score a checkpoint on downstream tasks.")
+    parser.add_argument("--config", default="eval/embedded.yaml", help="evaluation YAML (default: %(default)s)")
+    parser.add_argument("--checkpoint", required=True, help="run folder of a stage, or a Hugging Face folder")
+    parser.add_argument(
+        "--precision", nargs="+", action="extend", default=[], help=f"{', '.join(PRESETS)} (default: bf16-gemm)"
+    )
+    parser.add_argument("--out", help="folder of the results (default: eval/ in the checkpoint's folder)")
+    parser.add_argument("--limit", type=int, help="documents per task (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of generation (default: %(default)s)")
+    parser.add_argument(
+        "--allow-code-execution", action="store_true", help="let the sandbox run code that the model writes"
+    )
+    parser.add_argument(
+        "--allow-unsafe-code", action="store_true", help="run it even where this machine cannot isolate it"
+    )
+    options = parser.parse_args(arguments)
+    config = find_config(options.config)
+    read_mapping(config)
+    for precision in options.precision:
+        if precision not in PRESETS:
+            raise unknown("--precision", precision, PRESETS)
+    if options.limit is not None and options.limit < 1:
+        raise UserError(f"--limit {options.limit}: must be at least 1; leave it out for all documents.")
+    from lightning_nvfp4.lm.hf_model import resolve_pretrained
+
+    source = resolve_pretrained(options.checkpoint)
+    if not options.out and not Path(source).is_dir():
+        raise UserError(
+            f"--checkpoint {options.checkpoint!r} is no folder here, so it means a model of the Hugging Face hub: say "
+            "with --out where the results go. If it should be a folder, mend the path."
+        )
+    out = Path(options.out) if options.out else Path(options.checkpoint) / "eval"
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {str(out)!r} is a file: give a folder.")
+    from lightning_nvfp4.evaluation.run import evaluate
+
+    console = Console()
+    table = Table(box=None, pad_edge=False)
+    for title in ("precision", "task", "score", "±", "documents"):
+        table.add_column(title)
+    for precision in dict.fromkeys(options.precision or ["bf16-gemm"]):
+        target = out / f"{re.sub(r'[^A-Za-z0-9._-]', '-', config.stem)}.{precision}.json"
+        result = evaluate(
+            options.checkpoint,
+            config,
+            precision,
+            target,
+            limit=options.limit,
+            allow_code_execution=options.allow_code_execution,
+            seed=options.seed,
+            allow_unsafe_code=options.allow_unsafe_code,
+        )
+        for score in result.scores:
+            error = "" if score.stderr is None else f"{score.stderr:.3f}"
+            table.add_row(precision, score.task, f"{score.value:.3f}", error, str(score.n))
+        for task, reason in result.skipped.items():
+            table.add_row(precision, task, "skipped", "", reason)
+        console.print(f"wrote {target}", markup=False, soft_wrap=True)
+    console.print(table)
+    return 0

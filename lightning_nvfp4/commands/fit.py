@@ -1,0 +1,245 @@
+"""`nvfp4 fit | validate | test | predict`: LightningCLI with our defaults wired in and errors a user can act on."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import warnings
+from argparse import ArgumentError
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_nvfp4.callbacks import NonfiniteGuard
+from lightning_nvfp4.commands.config_errors import explain
+from lightning_nvfp4.commands.metrics_log import RunCSVLogger
+from lightning_nvfp4.commands.paths import find_config
+from lightning_nvfp4.commands.yaml_files import read_mapping
+from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.lm.data.base import StreamDataModule
+from lightning_nvfp4.lm.export import HFExport
+from lightning_nvfp4.lm.model import CausalLM
+from lightning_nvfp4.plugins.checkpoint_io import AtomicCheckpointIO
+
+_PEEK_ROWS = 16
+SUBCOMMANDS = ("fit", "validate", "test", "predict")
+# Advice of the libraries that does not apply to a run of ours.
+_QUIET = (
+    r".*does not have many workers.*",
+    r".*is smaller than the logging interval.*",
+    r"The dirpath has changed from.*",  # decay continues pretrain's checkpoint in its own folder, on purpose
+    r"Checkpoint directory .* exists and is not empty.*",
+    r".*LeafSpec.*",
+    r"\s*By default only one JsonargparseDeprecationWarning",  # Lightning's calls of jsonargparse by older names
+    r"\s*``\w+`` was deprecated in v4",
+    r"GPU available but not used.*",
+    r"You're resuming from a checkpoint that ended before the epoch ended.*",
+)
+
+
+class StepProgressBar(RichProgressBar):
+    """Counts steps; runs here are measured in steps, and an epoch is one pass of a loader that has no end."""
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return "step"
+
+
+class SaveConfigAtStart(SaveConfigCallback):
+    """Saves `config.yaml` once training starts, so that a run refused before leaves an earlier one's file alone."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Wait for the first step."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save."""
+        super().setup(trainer, pl_module, "fit")
+
+
+class RunCLI(LightningCLI):
+    """LightningCLI over any LightningModule and LightningDataModule named by class path.
+
+    Adds, where the configuration does not say otherwise: `metrics.csv` and TensorBoard logs in
+    `trainer.default_root_dir`, atomic checkpoints, `NonfiniteGuard`, and the Hugging Face export after a fit.
+    """
+
+    def __init__(
+        self, arguments: list[str], extra_callbacks: list[Callback] | None = None, created: list[Path] | None = None
+    ) -> None:
+        self._extra_callbacks = extra_callbacks or []
+        self._created = [] if created is None else created
+        self._fits = arguments[:1] == ["fit"]
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            save_config_callback=SaveConfigAtStart if self._fits else None,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"parser_mode": "omegaconf+", "exit_on_error": False},
+            args=arguments,
+        )
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration alone: the stock CLI lets the checkpoint's hyperparameters win over the YAML."""
+
+    def before_instantiate_classes(self) -> None:
+        """Check what can be checked before anything is built or written."""
+        section = self.config[self.subcommand]
+        checkpoint = section.get("ckpt_path")
+        named = checkpoint in ("last", "best", "hpc", "registry") or str(checkpoint).startswith("registry:")
+        if checkpoint and not named and not Path(checkpoint).exists():
+            raise UserError(
+                f"ckpt_path = {str(checkpoint)!r}: there is no such checkpoint. Run the stage that writes it first, or "
+                "give the path of another one; leave ckpt_path out to start anew."
+            )
+
+    def before_fit(self) -> None:
+        """Read the first example before anything is written: an empty file or a broken line stops here."""
+        data = self.datamodule
+        if isinstance(data, StreamDataModule) and self.trainer.is_global_zero:
+            data.prepare_data()
+            data.setup("fit")
+            assert data._train is not None
+            next(iter(data.examples(data._train, seed=None, shuffle_rows=_PEEK_ROWS, repeat=False)(None)), None)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        root = config.get("default_root_dir") or "."
+        config["default_root_dir"] = root
+        if self._fits and not Path(root).exists():
+            self._created.append(Path(root))
+        if config.get("logger") in (None, True):
+            config["logger"] = (
+                [RunCSVLogger(root), TensorBoardLogger(root, name="tensorboard", version="")] if self._fits else False
+            )
+        plugins = config.get("plugins") or []
+        plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            plugins.append(AtomicCheckpointIO())
+        config["plugins"] = plugins
+        given = config.get("callbacks") or []
+        given = list(given) if isinstance(given, list) else [given]
+        defaults: list[Callback] = [NonfiniteGuard()]
+        if config.get("enable_progress_bar") is not False and not any(isinstance(have, ProgressBar) for have in given):
+            defaults.append(StepProgressBar())
+        if self._fits and isinstance(self.model, CausalLM):
+            defaults.append(HFExport())
+        missing = [default for default in defaults if not any(isinstance(have, type(default)) for have in given)]
+        config["callbacks"] = [*given, *missing, *self._extra_callbacks]
+        return super()._instantiate_trainer(config, callbacks)
+
+
+def run(arguments: list[str], extra_callbacks: list[Callback] | None = None) -> Trainer:
+    """Run one of `SUBCOMMANDS` and return its trainer.
+
+    Args:
+        arguments: the subcommand, then its options, as on the command line; `--config` may be given several times.
+        extra_callbacks: appended to the configuration's.
+
+    Raises:
+        UserError: bad configuration or data; nothing has been written.
+    """
+    arguments, files = _resolve_configs(arguments)
+    with _own_argv(), _quiet():
+        try:
+            with _nothing_left_behind() as created:
+                return RunCLI(arguments, extra_callbacks, created).trainer
+        except ArgumentError as error:
+            raise explain(error.message, files, arguments, _known_keys(arguments[0])) from error
+        except MisconfigurationException as error:
+            raise UserError(" ".join(str(error).split())) from error
+        except ValueError as error:
+            # jsonargparse wraps what a constructor says about its arguments into a text about unions of types.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, UserError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None or cause is error:
+                raise
+            raise cause from error
+
+
+def _resolve_configs(arguments: list[str]) -> tuple[list[str], list[Path]]:
+    """Replace the names of packaged configurations by their paths, and check that every file is sound YAML."""
+    resolved, files = [], []
+    words = iter(arguments)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option not in ("-c", "--config"):
+            resolved.append(word)
+            continue
+        if not equals:
+            value = next(words, "")
+        path = find_config(value)
+        section = read_mapping(path)
+        if "stages" in section:
+            raise UserError(f"{path} describes a pipeline: run it with `nvfp4 pipeline --config {value}`.")
+        files.append(path)
+        resolved += ["--config", str(path)]
+    return resolved, files
+
+
+def _known_keys(subcommand: str) -> list[str]:
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_lightning_class_args(Trainer, "trainer")
+    parser.add_method_arguments(Trainer, subcommand, skip={"model", "datamodule"})
+    own = {"config", "seed_everything", "model", "data"}
+    return sorted(own | {action.dest for action in parser._actions if action.dest != "help"})
+
+
+@contextmanager
+def _nothing_left_behind() -> Iterator[list[Path]]:
+    """Remove the run folder a refused run has just made: loggers write into it before the first batch is seen."""
+    created: list[Path] = []
+    try:
+        yield created
+    except UserError:
+        for folder in created:
+            if not any(folder.glob("checkpoints/*")) and not (folder / "metrics.csv").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _own_argv() -> Iterator[None]:
+    """Hide the process's own words: LightningCLI warns when it is given arguments besides them."""
+    before = sys.argv
+    sys.argv = before[:1]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    class NoTips(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            return "💡" not in record.getMessage()
+
+    from transformers.utils import logging as hf_logging
+
+    tips = NoTips()
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # "Writing model shards" and the like, in the middle of ours
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addFilter(tips)
+    with warnings.catch_warnings():
+        for message in _QUIET:
+            warnings.filterwarnings("ignore", message=message)
+        try:
+            yield
+        finally:
+            logger.removeFilter(tips)
+            if bars:
+                hf_logging.enable_progress_bar()
