@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 
+from lightning_nvfp4.nn.autocast import bf16_autocast
 from lightning_nvfp4.nn.convert import ConversionReport, context_of, convert, restore
 from lightning_nvfp4.recipe import Recipe
 
@@ -28,7 +28,7 @@ def inference(
     report = convert(model, precision, overrides=overrides, backend=backend)
     device = next((p.device.type for p in model.parameters()), "cpu")
     try:
-        with torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False), report.context.cached_weights():
+        with bf16_autocast(device), report.context.cached_weights():
             yield report
     finally:
         restore(model)

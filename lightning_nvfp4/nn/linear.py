@@ -27,7 +27,7 @@ class BlockScaledLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the (..., N) product for `input` (..., K)."""
         numerics = self.block_scaled_numerics
-        if numerics.kept and (not torch.is_autocast_enabled("cpu") or not slow_bf16(input)):
+        if numerics.kept and (not torch.is_autocast_enabled("cpu") or not slow_bf16(input.device.type)):
             return super().forward(input)
         bias = None if self.bias is None else self.bias.unsqueeze(0)
         flat = input.reshape(-1, input.shape[-1])

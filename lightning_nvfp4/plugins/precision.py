@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_nvfp4 import capability
 from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.nn.autocast import attention_of_autocast, bf16_autocast
 from lightning_nvfp4.nn.context import NumericsContext
 from lightning_nvfp4.nn.convert import ConversionReport, convert, restore
 from lightning_nvfp4.recipe import load_recipe
@@ -73,12 +74,27 @@ class BlockScaledMixin:
         rank_zero_info(self.report.summary())
         return module
 
-    def autocast_context_manager(self) -> torch.autocast:
-        """Return BF16 autocast on the device where the module lives."""
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Run under BF16 autocast on the device where the module lives."""
+        with bf16_autocast(self._device_type()) if self._converted() else self._stock_autocast():
+            yield
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Run backward so that recomputed layers repeat what the forward did."""
+        with attention_of_autocast(self._device_type()) if self._converted() else nullcontext():
+            super().backward(*args, **kwargs)  # type: ignore[misc]
+
+    def _converted(self) -> bool:
+        return self.report is not None and bool(self.report.converted)
+
+    def _stock_autocast(self) -> torch.autocast:
+        return torch.autocast(self._device_type(), dtype=torch.bfloat16, cache_enabled=False)
+
+    def _device_type(self) -> str:
         module = self._module() if self._module else None
         parameter = next(module.parameters(), None) if module else None
-        device = parameter.device.type if parameter is not None else self.device  # type: ignore[attr-defined]
-        return torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False)
+        return parameter.device.type if parameter is not None else self.device  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
         """Give the module back as it was."""
@@ -142,7 +158,7 @@ class FabricBlockScaledPrecision(BlockScaledMixin, FabricMixedPrecision):
         """Seed the micro-batch, then run under autocast."""
         if torch.is_grad_enabled():
             self._begin_micro_batch(int(os.environ.get("RANK", "0")))
-        with self.autocast_context_manager():
+        with super().forward_context():
             yield
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
