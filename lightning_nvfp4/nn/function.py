@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_nvfp4.nn.context import LayerNumerics
-from lightning_nvfp4.nn.operands import Operand, over_tokens, quantize_over_tokens, quantize_tokens
-from lightning_nvfp4.ops import QuantizedTensor, matmul, quantize
-from lightning_nvfp4.recipe import GemmRecipe
+from lightning_nvfp4.nn.operands import Operand, along_features, along_tokens, per_expert_scales
+from lightning_nvfp4.ops import QuantizedTensor, matmul, quantize, quantize_values
+from lightning_nvfp4.recipe import GemmRecipe, QuantSpec
 
 
 def grouped_linear(
@@ -45,9 +45,8 @@ def grouped_linear(
         return _GroupedLinear.apply(x_RK, w_ENK, bias_EN, counts, numerics, out_dtype)
     with torch.autocast(x_RK.device.type, enabled=False):
         gemm = numerics.effective()
-        x = _forward_input(x_RK, gemm, numerics, counts)
-        x = x if isinstance(x, Operand) else Operand.of(x)
-        return _fprop(x, _cached_weight(w_ENK, gemm, numerics), bias_EN, counts).to(out_dtype)
+        x = _forward_input(x_RK, gemm, numerics, counts, packed=False)
+        return _fprop(_operand(x), _cached_weight(w_ENK, gemm, numerics), bias_EN, counts).to(out_dtype)
 
 
 def tokens_alignment(gemm: GemmRecipe) -> int:
@@ -69,13 +68,15 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         with torch.autocast(x_RK.device.type, enabled=False):
             gemm = numerics.effective()
-            x = _forward_input(x_RK, gemm, numerics, counts)
-            w = _forward_weight(w_ENK, gemm, numerics)
+            # What the backward starts from is kept as packed codes; a weight's original is there anyway.
+            packed = gemm.source == "dequantized"
+            x = _forward_input(x_RK, gemm, numerics, counts, packed)
+            w = _forward_weight(w_ENK, gemm, numerics, packed)
             y = _fprop(_operand(x), _operand(w), bias_EN, counts).to(out_dtype)
             saved_x = _saved_input(x, x_RK, gemm, numerics, counts) if ctx.needs_input_grad[1] else None
-            # A weight quantized from the original is quantized again in backward: it costs no memory in between.
-            saved_w = w if gemm.source == "dequantized" and isinstance(w, QuantizedTensor) else w_ENK
+            saved_w = w if isinstance(w, QuantizedTensor) else w_ENK
         ctx.gemm, ctx.numerics, ctx.counts, ctx.step_seeds = gemm, numerics, counts, _seeds(numerics)
+        ctx.saved_forward_input = isinstance(x, QuantizedTensor)
         ctx.x_dtype, ctx.w_dtype = x_RK.dtype, w_ENK.dtype
         ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
         _save(ctx, saved_x, saved_w)
@@ -92,6 +93,8 @@ class _GroupedLinear(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 dx = _dgrad(dy_RN, saved_w, gemm, seeds, counts, backend).to(ctx.x_dtype)
             if ctx.needs_input_grad[1]:
+                if ctx.saved_forward_input:
+                    saved_x = saved_x.dequantize()
                 dw = _wgrad(dy_RN, saved_x, gemm, seeds, counts, backend).to(ctx.w_dtype)
             if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
                 dbias = torch.stack([part.float().sum(0) for part in dy_RN.split(list(counts))]).to(ctx.bias_dtype)
@@ -104,27 +107,32 @@ def _seeds(numerics: LayerNumerics) -> dict[str, int]:
 
 
 def _forward_input(
-    x_RK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics, counts: Sequence[int]
+    x_RK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics, counts: Sequence[int], packed: bool
 ) -> QuantizedTensor | Operand:
     if gemm.fprop_input is None:
         return Operand.bf16(x_RK)
     seed = numerics.seed("fprop_input")
-    return quantize_tokens(x_RK.to(torch.bfloat16), gemm.fprop_input, seed, counts, numerics.backend)
+    tokens = along_features(x_RK.to(torch.bfloat16), gemm.fprop_input, seed, counts, numerics.backend)
+    return tokens.packed() if packed else tokens.operand()
 
 
-def _forward_weight(w_ENK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics) -> QuantizedTensor | Operand:
+def _forward_weight(
+    w_ENK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics, packed: bool
+) -> QuantizedTensor | Operand:
     if gemm.fprop_weight is None:
         return Operand.bf16(w_ENK)
-    seed = numerics.seed("fprop_weight")
-    return quantize(w_ENK, gemm.fprop_weight, dim=-1, seed=seed, backend=numerics.backend)
+    seed, backend = numerics.seed("fprop_weight"), numerics.backend
+    if packed:
+        return quantize(w_ENK, gemm.fprop_weight, dim=-1, seed=seed, backend=backend)
+    return Operand(*quantize_values(w_ENK, gemm.fprop_weight, dim=-1, seed=seed, backend=backend))
 
 
 def _cached_weight(w_ENK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics) -> Operand:
     cache = numerics.context.weight_cache
     if cache is None:
-        return _operand(_forward_weight(w_ENK, gemm, numerics))
+        return _operand(_forward_weight(w_ENK, gemm, numerics, packed=False))
     if numerics.index not in cache:
-        operand = _operand(_forward_weight(w_ENK, gemm, numerics))
+        operand = _operand(_forward_weight(w_ENK, gemm, numerics, packed=False))
         cache[numerics.index] = (operand.values, operand.scale)
     return Operand(*cache[numerics.index])
 
@@ -137,12 +145,12 @@ def _saved_input(
     x: QuantizedTensor | Operand, x_RK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics, counts: Sequence[int]
 ) -> QuantizedTensor | Tensor:
     """Return what wgrad needs of the input, in as few bytes as its numerics allow."""
-    if gemm.source == "dequantized" and isinstance(x, QuantizedTensor):
+    if isinstance(x, QuantizedTensor):
         return x
     x_RK = x_RK.to(torch.bfloat16)
     if gemm.wgrad_input is None:
         return x_RK
-    return quantize_over_tokens(x_RK, gemm.wgrad_input, numerics.seed("wgrad_input"), counts, numerics.backend)
+    return along_tokens(x_RK, gemm.wgrad_input, numerics.seed("wgrad_input"), counts, numerics.backend).packed()
 
 
 def _fprop(x: Operand, w: Operand, bias_EN: Tensor | None, counts: Sequence[int]) -> Tensor:
@@ -164,12 +172,12 @@ def _dgrad(
         dy = Operand.bf16(dy_RN)
     else:
         seed = seeds["dgrad_grad_output"]
-        dy = Operand.of(quantize_tokens(dy_RN, gemm.dgrad_grad_output, seed, counts, backend))
+        dy = along_features(dy_RN, gemm.dgrad_grad_output, seed, counts, backend).operand()
     w_ENK = saved_w if isinstance(saved_w, Tensor) else saved_w.dequantize()
     if gemm.dgrad_weight is None:
         w = Operand.bf16(w_ENK.transpose(-1, -2))
     else:
-        w = Operand.of(quantize(w_ENK, gemm.dgrad_weight, dim=-2, seed=seeds["dgrad_weight"], backend=backend))
+        w = Operand(*quantize_values(w_ENK, gemm.dgrad_weight, dim=-2, seed=seeds["dgrad_weight"], backend=backend))
     return _per_expert(dy, w, counts)
 
 
@@ -185,12 +193,14 @@ def _wgrad(
         dy = Operand.bf16(dy_RN.T)
     else:
         seed = seeds["wgrad_grad_output"]
-        dy = over_tokens(quantize_over_tokens(dy_RN, gemm.wgrad_grad_output, seed, counts, backend), counts)
-    if isinstance(saved_x, QuantizedTensor) and gemm.source == "dequantized":
-        saved_x = saved_x.dequantize()
-        if gemm.wgrad_input is not None:
-            saved_x = quantize_over_tokens(saved_x, gemm.wgrad_input, seeds["wgrad_input"], counts, backend)
-    x = over_tokens(saved_x, counts) if isinstance(saved_x, QuantizedTensor) else Operand.bf16(saved_x.T)
+        dy = _over_tokens(dy_RN, gemm.wgrad_grad_output, seed, counts, backend)
+    if gemm.wgrad_input is None:
+        assert isinstance(saved_x, Tensor)
+        x = Operand.bf16(saved_x.T)
+    elif isinstance(saved_x, QuantizedTensor):
+        x = per_expert_scales(Operand.of(saved_x), gemm.wgrad_input, counts)
+    else:
+        x = _over_tokens(saved_x, gemm.wgrad_input, seeds["wgrad_input"], counts, backend)
     dw_ENK = dy.values.new_empty(len(counts), dy.values.shape[0], x.values.shape[0])
     start = 0
     for e, count in enumerate(counts):
@@ -204,6 +214,10 @@ def _wgrad(
         dw_ENK[e] = dw
         start += count
     return dw_ENK
+
+
+def _over_tokens(x_RK: Tensor, spec: QuantSpec, seed: int, counts: Sequence[int], backend: str) -> Operand:
+    return per_expert_scales(along_tokens(x_RK, spec, seed, counts, backend).operand(), spec, counts)
 
 
 def _per_expert(x: Operand, w: Operand, counts: Sequence[int]) -> Tensor:

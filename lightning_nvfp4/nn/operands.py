@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_nvfp4.ops import QuantizedTensor, finite_amax, quantize
-from lightning_nvfp4.ops.reference.hadamard import transform
+from lightning_nvfp4.ops import QuantizedTensor, finite_amax, hadamard_transform, quantize, quantize_values
 from lightning_nvfp4.recipe import QuantSpec
 
 
@@ -40,8 +40,34 @@ class Operand:
         return Operand(x.to(torch.bfloat16).to(torch.float32))
 
 
-def quantize_tokens(x_RK: Tensor, spec: QuantSpec, seed: int, counts: Sequence[int], backend: str) -> QuantizedTensor:
-    """Quantize `x_RK` (rows sorted by expert) along K.
+class Tokens(NamedTuple):
+    """Arguments of `quantize` for activations or gradients (R, K) whose rows are sorted by expert.
+
+    Build with `along_features` or `along_tokens`; `packed` and `operand` then quantize.
+    """
+
+    x: Tensor
+    spec: QuantSpec
+    dim: int
+    amax: Tensor | None
+    counts: Sequence[int]
+    seed: int
+    backend: str
+
+    def packed(self) -> QuantizedTensor:
+        """Quantize to packed codes, to be saved."""
+        return quantize(self.x, self.spec, dim=self.dim, seed=self.seed, amax=self.amax, backend=self.backend)
+
+    def operand(self) -> Operand:
+        """Quantize to values, to be multiplied at once."""
+        values, scale = quantize_values(
+            self.x, self.spec, dim=self.dim, seed=self.seed, amax=self.amax, backend=self.backend
+        )
+        return Operand(values, scale)
+
+
+def along_features(x_RK: Tensor, spec: QuantSpec, seed: int, counts: Sequence[int], backend: str) -> Tokens:
+    """Quantize `x_RK` along K.
 
     A ``tensor`` scale is one per expert, as in TE's grouped linear; it is expanded to one per row.
     """
@@ -50,36 +76,36 @@ def quantize_tokens(x_RK: Tensor, spec: QuantSpec, seed: int, counts: Sequence[i
         x_RK, spec = _transformed(x_RK, spec)
         per_expert = torch.stack([finite_amax(part) for part in x_RK.split(list(counts))])
         amax = _expand(per_expert, counts).unsqueeze(-1)
-    return quantize(x_RK, spec, dim=-1, seed=seed, amax=amax, backend=backend)
+    return Tokens(x_RK, spec, -1, amax, counts, seed, backend)
 
 
-def quantize_over_tokens(
-    x_RK: Tensor, spec: QuantSpec, seed: int, counts: Sequence[int], backend: str
-) -> QuantizedTensor:
+def along_tokens(x_RK: Tensor, spec: QuantSpec, seed: int, counts: Sequence[int], backend: str) -> Tokens:
     """Quantize `x_RK` along its rows, the tokens of each expert apart: codes of (K, R), blocks inside one expert.
 
     Each entry of `counts` is a multiple of the block, or there is one entry only.
     """
     if spec.tensor_scale == "none" or len(counts) == 1:
-        return quantize(x_RK, spec, dim=0, seed=seed, backend=backend)
+        return Tokens(x_RK, spec, 0, None, counts, seed, backend)
     x_KR, spec = _transformed(x_RK.T, spec)
     dims = (0, 1) if spec.tensor_scale == "tensor" else 1
     per_expert = torch.stack([finite_amax(part, dims).view(-1) for part in x_KR.split(list(counts), dim=1)])
     amax = _expand(per_expert, _blocks(counts, spec)).T
-    return quantize(x_KR, spec, dim=-1, seed=seed, amax=amax, backend=backend)
+    return Tokens(x_KR, spec, -1, amax, counts, seed, backend)
 
 
-def over_tokens(q: QuantizedTensor, counts: Sequence[int]) -> Operand:
-    """Decode the result of `quantize_over_tokens`; the tensor scales become one column for each expert."""
-    scale = q.tensor_scale
-    if scale is None or len(counts) == 1:
-        return Operand(q.unscaled_values(), None if scale is None else scale.reshape(-1, 1))
-    blocks = _blocks(counts, q.spec)
+def per_expert_scales(operand: Operand, spec: QuantSpec, counts: Sequence[int]) -> Operand:
+    """Turn the scales of an `along_tokens` operand, one per block, into one column for each expert."""
+    scale = operand.scale
+    if scale is None:
+        return operand
+    if len(counts) == 1:
+        return Operand(operand.values, scale.reshape(-1, 1))
+    blocks = _blocks(counts, spec)
     first = [sum(blocks[:e]) for e in range(len(blocks))]
     last = scale.shape[1] - 1
     # An expert without tokens owns no block: its product is zero under any scale.
     columns = scale[:, [min(i, last) for i in first]] if last >= 0 else scale.new_ones(1, len(counts))
-    return Operand(q.unscaled_values(), columns)
+    return Operand(operand.values, columns)
 
 
 def _blocks(counts: Sequence[int], spec: QuantSpec) -> list[int]:
@@ -91,7 +117,7 @@ def _transformed(x: Tensor, spec: QuantSpec) -> tuple[Tensor, QuantSpec]:
     """Apply the Hadamard transform first: the scale of a part of the tensor is taken after it."""
     if not spec.hadamard:
         return x, spec
-    return transform(x.float(), spec), replace(spec, hadamard=0, hadamard_signs=None)
+    return hadamard_transform(x, spec), replace(spec, hadamard=0, hadamard_signs=None)
 
 
 def _expand(per_expert: Tensor, counts: Sequence[int]) -> Tensor:

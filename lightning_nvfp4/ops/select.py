@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_nvfp4.errors import UserError, unknown
+from lightning_nvfp4 import capability
+from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.formats.element import ELEMENTS, S2F6
 from lightning_nvfp4.ops.contract import QuantizedTensor
 from lightning_nvfp4.ops.reference import fast
@@ -14,8 +15,6 @@ from lightning_nvfp4.ops.reference.hadamard import transform
 from lightning_nvfp4.ops.reference.layout import normalize_dim, num_blocks, pad_last, stored_length
 from lightning_nvfp4.ops.reference.native import Kernels
 from lightning_nvfp4.recipe import QuantSpec
-
-BACKENDS = ("auto", "reference", "triton", "te")
 
 
 def quantize(
@@ -45,7 +44,7 @@ def quantize(
     Raises:
         UserError: an argument that the format or this machine does not allow.
     """
-    dim = _check(x, spec, dim, backend, amax)
+    dim, amax = _check(x, spec, dim, backend, amax)
     if x.numel() == 0:
         return _empty(x, spec, dim, amax)
     kernels = _kernels(x, spec)
@@ -70,7 +69,7 @@ def quantize_values(
 
     Arguments as `quantize`; the values are bit-equal to its.
     """
-    dim = _check(x, spec, dim, backend, amax)
+    dim, amax = _check(x, spec, dim, backend, amax)
     if x.numel() == 0:
         empty = _empty(x, spec, dim, amax)
         return empty.unscaled_values(), empty.tensor_scale
@@ -85,7 +84,7 @@ def hadamard_transform(x: Tensor, spec: QuantSpec, *, dim: int = -1) -> Tensor:
     """Return the random Hadamard transform that `quantize` applies, float32 in its moved layout (L, `length`).
 
     Rows are padded with zeros to whole transforms, and every value is rounded to BF16 once: quantizing the result under
-    the same spec without the transform gives the bits of quantizing x under the spec.
+    the same spec without the transform gives the bits of quantizing x under the spec (to nearest).
 
     Args:
         x: any floating-point dtype, at least one dim.
@@ -106,15 +105,9 @@ def _kernels(x: Tensor, spec: QuantSpec) -> Kernels | None:
     return None if spec.four_over_six else fast.kernels_for(x)
 
 
-def _check(x: Tensor, spec: QuantSpec, dim: int, backend: str, amax: Tensor | None) -> int:
-    """Refuse what cannot be quantized; return `dim` as a non-negative index."""
-    if backend not in BACKENDS:
-        raise unknown("backend", backend, BACKENDS)
-    if backend in ("triton", "te"):
-        raise UserError(
-            f"backend = {backend!r} cannot quantize a tensor on {x.device.type!r} here: this function runs the plain "
-            "torch definition. Use backend='auto' or 'reference'; the bits are the same."
-        )
+def _check(x: Tensor, spec: QuantSpec, dim: int, backend: str, amax: Tensor | None) -> tuple[int, Tensor | None]:
+    """Refuse what cannot be quantized; return `dim` as a non-negative index and `amax` as float32 on x's device."""
+    capability.require(backend)
     if x.ndim == 0 or not x.is_floating_point():
         raise UserError(
             f"x has shape {tuple(x.shape)} and dtype {x.dtype}: quantize takes floating-point tensors with at "
@@ -133,7 +126,8 @@ def _check(x: Tensor, spec: QuantSpec, dim: int, backend: str, amax: Tensor | No
                 f"amax has shape {tuple(amax.shape)}, which does not broadcast to the block scales {blocks}: give one "
                 "entry for the tensor, for each row, or for each block of a row."
             )
-    return dim
+        amax = amax.detach().to(device=x.device, dtype=torch.float32)
+    return dim, amax
 
 
 def _empty(x: Tensor, spec: QuantSpec, dim: int, amax: Tensor | None) -> QuantizedTensor:

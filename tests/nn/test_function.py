@@ -155,6 +155,20 @@ def test_backward_saves_packed_codes_and_no_activation():
     assert total < 0.36 * 2 * (x.numel() + w.numel())
 
 
+@pytest.mark.parametrize("wgrad", [QuantSpec("mxfp8"), QuantSpec("nvfp4"), QuantSpec("nvfp4", tensor_scale="row")])
+def test_a_bf16_forward_leaves_the_backward_as_it_is(wgrad):
+    """With the forward switched off, `dequantized` operands are the BF16 ones."""
+    forward = QuantSpec("nvfp4", tensor_scale="row")
+    gemm = GemmRecipe(forward, forward, wgrad_grad_output=wgrad, wgrad_input=wgrad, source="dequantized")
+    same = GemmRecipe(wgrad_grad_output=wgrad, wgrad_input=wgrad)
+    x, w, dy = data(64, 24, 40, experts=2)
+    leaf = w.clone().requires_grad_()
+    numerics = LayerNumerics(gemm, NumericsContext(step_seed=5, forward_high_precision=True), 3)
+    grouped_linear(x, leaf, None, (32, 32), numerics, torch.float32).backward(dy)
+    _, (_, dw), _ = run(x, w, dy, same, (32, 32))
+    assert torch.equal(leaf.grad, dw)
+
+
 def test_switches_run_a_gemm_in_bf16():
     x, w, dy = data(32, 24, 40)
     for switch, same in (("forward_high_precision", 0), ("backward_high_precision", 1)):

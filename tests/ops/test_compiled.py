@@ -70,9 +70,8 @@ def test_equal_bits(kernels: native.Kernels, spec: QuantSpec) -> None:
 
 def scale_edges(length: int) -> torch.Tensor:
     """Return blocks whose amax lies at, just below and just above where scales change, over the whole range of FP32."""
-    marks = torch.tensor([1.0, 1.75, 1.984375, 1.5])
-    exponents = torch.arange(-149, 128).float()
-    amax = torch.ldexp(marks, exponents.unsqueeze(1).int()).flatten()
+    marks = torch.tensor([1.0, 1.75, 1.984375, 1.5], dtype=torch.float64)
+    amax = torch.outer(torch.arange(-149, 128, dtype=torch.float64).exp2(), marks).flatten().float()
     bits = torch.cat([amax.view(torch.int32) + step for step in (-1, 0, 1)]).clamp(0, 0x7F7FFFFF)
     return bits.view(torch.float32).unsqueeze(1) * torch.linspace(1.0, -0.9, length)
 

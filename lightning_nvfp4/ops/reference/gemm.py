@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.formats.rounding import FP32_BIAS
 from lightning_nvfp4.ops.contract import QuantizedTensor
+from lightning_nvfp4.ops.reference.elements import power_of_two
 from lightning_nvfp4.ops.reference.hadamard import sign_vector
 
 
@@ -72,10 +74,12 @@ def apply_tensor_scales(product: Tensor, row: Tensor | None, column: Tensor | No
         return product * scale
     (row_fraction, row_exponent), (column_fraction, column_exponent) = torch.frexp(row), torch.frexp(column)
     scaled = (product * row_fraction) * column_fraction
-    # Two halves of the exponent, each a finite power of two: ldexp alone forms 2^e first.
-    exponent = row_exponent + column_exponent
-    half = exponent // 2
-    return torch.ldexp(torch.ldexp(scaled, half), exponent - half)
+    # In three parts, each a normal power of two; all of one sign, so that none overshoots the result.
+    exponent = (row_exponent + column_exponent).to(torch.int32)
+    third = torch.div(exponent, 3, rounding_mode="trunc")
+    for part in (third, third, exponent - 2 * third):
+        scaled = scaled * power_of_two(part + FP32_BIAS)
+    return scaled
 
 
 def _operand(x: QuantizedTensor | Tensor, name: str) -> _Operand:
