@@ -9,8 +9,11 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import shutil
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +63,7 @@ def backend_for(preset: str) -> Choice:
     if preset not in _NATIVE_SINCE:
         raise unknown("precision preset", preset, _NATIVE_SINCE)
     if preset == "bf16-gemm":
-        return Choice("reference", torch.cuda.is_available(), "BF16 GEMMs run on every device; nothing is quantized")
+        return Choice("reference", True, "BF16 operands, FP32 accumulation on every device; nothing is quantized")
     major, minor = _NATIVE_SINCE[preset]
     if not torch.cuda.is_available():
         return Choice("reference", False, "emulated: no CUDA device; same bits as on a GPU, at emulation speed")
@@ -68,6 +71,28 @@ def backend_for(preset: str) -> Choice:
     if have < (major, minor):
         return Choice("reference", False, f"emulated: compute capability {have} is below {(major, minor)}")
     return Choice("reference", False, f"emulated: {why_not('te')}")
+
+
+def cache_folder() -> Path:
+    """Return the folder for files that can be made again.
+
+    The first of $LIGHTNING_NVFP4_CACHE, $XDG_CACHE_HOME/lightning_nvfp4, ~/.cache/lightning_nvfp4, and, where there is
+    no writable home, a folder of this user's in the system's temporary folder.
+    """
+    if named := os.environ.get("LIGHTNING_NVFP4_CACHE"):
+        return Path(named).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg) / "lightning_nvfp4"
+    home = os.environ.get("HOME")
+    if home and os.access(home, os.W_OK):
+        return Path(home) / ".cache" / "lightning_nvfp4"
+    return Path(tempfile.gettempdir()) / f"lightning_nvfp4-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+
+
+def c_compiler() -> str | None:
+    """Return the C compiler that builds the CPU quantizers: $CC, else cc, gcc or clang on the path."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    return next((path for path in map(shutil.which, names) if path), None)
 
 
 def slow_bf16(device_type: str) -> bool:
@@ -85,7 +110,7 @@ def report() -> dict[str, Any]:
     return {
         "versions": {name: _version(name) for name in _PACKAGES},
         "devices": _devices(),
-        "compiler": shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"),
+        "compiler": c_compiler(),
         "presets": {name: backend_for(name) for name in _NATIVE_SINCE},
     }
 

@@ -41,7 +41,9 @@ def run(arguments: list[str]) -> int:
     table = _table("device", "")
     for device in report["devices"]:
         table.add_row(device, f"{os.cpu_count()} cores" if device == "cpu" else "")
-    table.add_row("compiler", report["compiler"] or "none: torch.compile falls back to eager on the CPU; install g++")
+    table.add_row(
+        "compiler", report["compiler"] or "none: CPU quantizers run in plain torch (same bits, slower); install gcc"
+    )
     table.add_row("disk", f"{shutil.disk_usage('.').free / 2**30:,.1f} GiB free here")
     console.print(table)
     console.print()

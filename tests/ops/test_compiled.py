@@ -159,12 +159,12 @@ def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 
 def test_kernels_are_compiled_once(kernels: native.Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LIGHTNING_NVFP4_CACHE", str(tmp_path))
     assert native.library.__wrapped__() is not None
-    (built,) = native.cache_folder().iterdir()
+    (built,) = native.kernel_folder().iterdir()
     stamp = built.stat().st_mtime_ns
     assert native.library.__wrapped__() is not None
-    assert [path.stat().st_mtime_ns for path in native.cache_folder().iterdir()] == [stamp]
+    assert [path.stat().st_mtime_ns for path in native.kernel_folder().iterdir()] == [stamp]
 
 
 def test_kernels_that_disagree_are_not_used(

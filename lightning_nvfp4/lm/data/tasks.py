@@ -3,14 +3,16 @@
 Each `draw_*` function takes a `random.Random` and returns one `Task`. What is held out is a property of the item
 itself, not of a seed, so that no draw of any stage can meet an evaluation item:
 
-- word: problems whose first operand pair is in a fixed fifth of all pairs are for evaluation only;
+- word: problems whose first operand pair is in a fixed fifth of all pairs are for evaluation only (the pretraining text
+  has those pairs as bare sums and as stories without a question, never as a solved problem);
 - choice: a fixed fifth of all option lists is for evaluation only, and a fixed quarter of the facts is in the
   pretraining text but never in SFT or RL (`split="heldout"`);
 - code: a fixed fifth of all (form, operation, constants) combinations is for evaluation only.
 
 What a verifier accepts: for word problems the number after the last `#### `; for multiple choice the text of the right
-option and nothing else; for code a body that makes `prompt + body` pass `test`. `Task.answer` satisfies it always;
-`Task.styles` holds other ways in which people write the same answer, which data for imitation mixes in.
+option and nothing else, no full stop; for code a body that makes `prompt + body` pass `test`. `Task.answer` always
+satisfies it; `Task.styles` holds other ways in which people write the same answer, which data for imitation mixes in.
+Of these the bare `#### N` can be verified too, and is harder to get right without the working.
 """
 
 from __future__ import annotations
@@ -69,6 +71,11 @@ def draw_step(rng: Random, have: int) -> tuple[str, int]:
     return sign, rng.randint(1, 9 - have if sign == "+" else have - 1)
 
 
+def tell(person: str, thing: str, first: int, sign: str, second: int) -> str:
+    """The story of one change of a number of things."""
+    return f"{person} has {first} {thing}. {person} {'gets' if sign == '+' else 'loses'} {second}."
+
+
 def draw_word(rng: Random, split: Split) -> Task:
     """A problem of one or two additions and subtractions within 1..9, answered by its equations and `#### N`.
 
@@ -80,16 +87,15 @@ def draw_word(rng: Random, split: Split) -> Task:
         if held_out(f"{first}{sign}{second}", 5) == (split != "train"):
             break
     person, thing = rng.choice(PEOPLE), rng.choice(THINGS)
-    story = [f"{person} has {first} {thing}."]
-    working: list[str] = []
-    total = first
-    for number in range(rng.randint(1, 2)):
-        if number:
-            sign, second = draw_step(rng, total)
-        change = second if sign == "+" else -second
-        story.append(f"{'Then ' if number else ''}{person} {'gets' if sign == '+' else 'loses'} {second}.")
-        working.append(f"{total}{sign}{second}={total + change}")
-        total += change
+    total = first + second if sign == "+" else first - second
+    story = [tell(person, thing, first, sign, second)]
+    working = [f"{first}{sign}{second}={total}"]
+    if rng.random() < 0.5:
+        sign, third = draw_step(rng, total)
+        after = total + third if sign == "+" else total - third
+        story.append(f"Then {person} {'gets' if sign == '+' else 'loses'} {third}.")
+        working.append(f"{total}{sign}{third}={after}")
+        total = after
     question = " ".join([*story, f"How many {thing} does {person} have?"])
     answer = "\n".join([*working, f"#### {total}"])
     return Task(question, answer, (f"{person} has {total} {thing}.", f"#### {total}"), str(total))

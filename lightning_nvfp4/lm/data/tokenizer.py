@@ -13,11 +13,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from lightning_nvfp4.capability import cache_folder
 from lightning_nvfp4.errors import UserError
 
 EMBEDDED = "embedded"
 VOCABULARY_SIZE = 1024
-CACHE_VARIABLE = "LIGHTNING_NVFP4_CACHE"
 
 PAD, EOS, SYSTEM, USER, ASSISTANT, END = "<|pad|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, EOS, SYSTEM, USER, ASSISTANT, END)
@@ -36,22 +36,6 @@ CHAT_TEMPLATE = (
 
 _SAMPLE_CHARACTERS = 1_500_000
 _RECIPE_VERSION = 1
-
-
-def cache_folder() -> Path:
-    """Return the folder for files that can be made again.
-
-    The first of $LIGHTNING_NVFP4_CACHE, $XDG_CACHE_HOME/lightning_nvfp4, ~/.cache/lightning_nvfp4, and, where there is
-    no writable home, a folder of this user's in the system's temporary folder.
-    """
-    if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named).expanduser()
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg) / "lightning_nvfp4"
-    home = os.environ.get("HOME")
-    if home and os.access(home, os.W_OK):
-        return Path(home) / ".cache" / "lightning_nvfp4"
-    return Path(tempfile.gettempdir()) / f"lightning_nvfp4-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
 
 
 def embedded_tokenizer() -> PreTrainedTokenizerFast:

@@ -13,7 +13,6 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_nvfp4.capability import c_compiler, cache_folder
 from lightning_nvfp4.formats.block import BLOCK_FORMATS, NVFP4, NVFP4_RANGE
 from lightning_nvfp4.formats.element import E2M1, ELEMENTS, ElementFormat
 from lightning_nvfp4.formats.rounding import (
@@ -143,11 +143,6 @@ def _table(element: ElementFormat) -> ctypes.Array[ctypes.c_float]:
     return (ctypes.c_float * len(element.values))(*element.values)
 
 
-def _compiler() -> str | None:
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-    return next((path for path in map(shutil.which, names) if path), None)
-
-
 def _cpu() -> str:
     """Describe the processor that -march=native compiles for."""
     try:
@@ -157,21 +152,28 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
 
-def cache_folder() -> Path:
-    """Return the folder of compiled kernels: in $XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "lightning_nvfp4"
+def kernel_folder() -> Path:
+    """Return the folder of compiled kernels, made for this user alone.
+
+    Raises:
+        OSError: it cannot be made, or somebody else could write into it.
+    """
+    folder = cache_folder() / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+        raise OSError(f"{folder} belongs to another user or is open to others")
+    return folder
 
 
 def _compile(compiler: str) -> Path:
     """Compile the kernels unless the cache has them; return the library."""
     source = _SOURCE.read_bytes()
     key = hashlib.sha256("\0".join((compiler, *_FLAGS, platform.machine(), _cpu())).encode() + source).hexdigest()[:24]
-    folder = cache_folder()
+    folder = kernel_folder()
     target = folder / f"kernels-{key}.so"
     if target.exists():
         return target
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         built = os.path.join(work, "kernels.so")
         openmp = ("-fopenmp",) if sys.platform != "darwin" else ()
@@ -184,7 +186,7 @@ def _compile(compiler: str) -> Path:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernels, or ``None`` where they cannot be had."""
-    compiler = _compiler()
+    compiler = c_compiler()
     if compiler is None:
         _log.info("No C compiler found: CPU quantization runs in plain torch (same bits, slower).")
         return None

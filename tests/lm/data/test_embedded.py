@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -92,6 +93,23 @@ def test_training_questions_are_in_the_pretraining_text_so_that_the_last_law_can
     others = {row["messages"][0]["content"] for row in sft_conversations(1, 2000)}
     found = Counter(_kind(question) for question in others & training)
     assert min(found[kind] for kind in SFT_SHARES) > 20
+
+
+def test_operand_pairs_of_evaluation_occur_as_sums_and_stories_but_in_no_solved_problem(
+    documents: dict[str, list[str]], training: set[str]
+) -> None:
+    story = r"has (\d) \w+\. \w+ (gets|loses) (\d)\."
+    problems = "\n".join(turn for turn in training if "How many" in turn)
+    solved = set(re.findall(rf"{story} (?:How|Then)", problems))
+    pages = "\n".join(documents["decay"])
+    told = set(re.findall(rf"{story} \d[+-]\d\n", pages))
+    summed = {
+        (a, "gets" if sign == "+" else "loses", b) for a, sign, b in re.findall(r"^(\d)([+-])(\d)=\d", pages, re.M)
+    }
+    asked = {tuple(re.findall(story, question)[0]) for question in _questions("word")}
+    assert len(asked) == 19 and len(solved) == 53
+    assert not asked & solved
+    assert asked <= told and asked <= summed
 
 
 @pytest.mark.parametrize("task", EVALUATIONS)

@@ -13,7 +13,6 @@ from lightning_nvfp4.lm.data import tokenizer as module
 from lightning_nvfp4.lm.data.tokenizer import (
     SPECIAL_TOKENS,
     VOCABULARY_SIZE,
-    cache_folder,
     tokenizer_identity,
     train_tokenizer,
 )
@@ -97,19 +96,6 @@ def test_two_processes_at_once(stand_in_text: Path) -> None:
         process.join()
     assert texts == {embedded_tokenizer().backend_tokenizer.to_str()}
     assert len(list(stand_in_text.rglob("*"))) == 2, "the folder and one file"
-
-
-def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LIGHTNING_NVFP4_CACHE", "/a")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == Path("/a")
-    monkeypatch.delenv("LIGHTNING_NVFP4_CACHE")
-    assert cache_folder() == Path("/x/lightning_nvfp4")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == tmp_path / ".cache" / "lightning_nvfp4"
-    monkeypatch.setenv("HOME", "")
-    assert cache_folder().name.startswith("lightning_nvfp4-")
 
 
 def test_folders_and_run_folders(tokenizer_folder: str, tmp_path: Path) -> None:
