@@ -96,7 +96,7 @@ class RunCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Check what can be checked before anything is built or written."""
-        section = self.config[self.subcommand]
+        section = self.config[str(self.subcommand)]
         checkpoint = section.get("ckpt_path")
         named = checkpoint in ("last", "best", "hpc", "registry") or str(checkpoint).startswith("registry:")
         if checkpoint and not named and not Path(checkpoint).exists():

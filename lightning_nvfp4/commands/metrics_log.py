@@ -19,14 +19,14 @@ class RunCSVLogger(CSVLogger):
     again by a resumed run, and their old rows would appear twice.
     """
 
-    def __init__(self, save_dir: str | os.PathLike[str], flush_logs_every_n_steps: int = 1) -> None:
+    def __init__(self, save_dir: str | Path, flush_logs_every_n_steps: int = 1) -> None:
         super().__init__(save_dir, name="", version="", flush_logs_every_n_steps=flush_logs_every_n_steps)
 
     @property
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
         """The writer, made at first use."""
-        if self._experiment is None:
+        if not isinstance(self._experiment, _Writer):
             self._experiment = _Writer(log_dir=self.log_dir)
         return self._experiment
 

@@ -60,9 +60,10 @@ def run(arguments: list[str]) -> int:
         raise UserError(
             f"baseline {pipeline.baseline!r} is none of the arms {', '.join(names)}: add it, or set baseline=."
         )
-    if options.restart:
+    if options.restart and (out / _RECORD).is_file():
         _restart(out)
-    _check_folder(out, values)
+    else:
+        _check_folder(out, values)
     console = Console()
     if not console.is_terminal:
         console.width = _FILE_WIDTH
@@ -101,8 +102,6 @@ def _check_folder(out: Path, values: dict[str, Any]) -> None:
 
 
 def _restart(out: Path) -> None:
-    if not (out / _RECORD).is_file():
-        return
     with _lock(out):
         for job in out.glob("*/job.json"):
             shutil.rmtree(job.parent)

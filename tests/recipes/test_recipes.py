@@ -70,7 +70,11 @@ def test_a_stage_parses_alone(stage: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(("overlay", "stage"), {overlay: (overlay, stage) for overlay, stage in _PAIRS}.values())
 def test_an_overlay_parses_over_its_stage(overlay: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _parse(monkeypatch, "--config", f"recipes/{stage}.yaml", "--config", overlay)
-    if "/precision/" in overlay:
+    if overlay.endswith("late-bf16-forward.yaml"):
+        names = [callback.class_path.rpartition(".")[2] for callback in config.trainer.callbacks]
+        assert names == ["ModelCheckpoint", "PrecisionSchedule"]
+        assert config.trainer.precision == "nvfp4-hybrid"
+    elif "/precision/" in overlay:
         assert config.trainer.precision == Path(overlay).stem
     if "/model/" in overlay:
         wanted = yaml.safe_load((_RECIPES.parent / overlay).read_text(encoding="utf-8"))["model"]["init_args"]["model"]
