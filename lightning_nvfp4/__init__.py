@@ -1,16 +1,24 @@
 """NVFP4 training for PyTorch Lightning.
 
-Importing the package registers the precision names ``nvfp4-hybrid``, ``nvfp4``, ``mxfp8``, ``fp8`` and ``bf16-gemm``
-with Trainer and Fabric. It loads no kernel and no Transformer Engine.
+Importing the package makes the precision names ``nvfp4-hybrid``, ``nvfp4``, ``mxfp8``, ``fp8`` and ``bf16-gemm`` known
+to Trainer and Fabric, in whichever order it and Lightning are imported. It loads no kernel, no Transformer Engine and
+no Lightning; the public names load what they need when they are first used.
 """
 
-from lightning_nvfp4.callbacks import NonfiniteGuard, PrecisionSchedule
-from lightning_nvfp4.nn.convert import ConversionReport, convert, restore
-from lightning_nvfp4.nn.inference import cached_weights, inference
-from lightning_nvfp4.ops import QuantizedTensor, quantize
-from lightning_nvfp4.plugins.precision import BlockScaledPrecision
-from lightning_nvfp4.plugins.register import register
-from lightning_nvfp4.recipe import PRESETS, GemmRecipe, QuantSpec, Recipe, load_recipe
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_nvfp4.after_import import after_import
+
+if TYPE_CHECKING:
+    from lightning_nvfp4.callbacks import NonfiniteGuard, PrecisionSchedule
+    from lightning_nvfp4.nn.convert import ConversionReport, convert, restore
+    from lightning_nvfp4.nn.inference import cached_weights, inference
+    from lightning_nvfp4.ops import QuantizedTensor, quantize
+    from lightning_nvfp4.plugins.precision import BlockScaledPrecision
+    from lightning_nvfp4.recipe import PRESETS, GemmRecipe, QuantSpec, Recipe, load_recipe
 
 __version__ = "0.1.0"
 
@@ -32,4 +40,32 @@ __all__ = [
     "restore",
 ]
 
-register()
+_MODULES = {
+    "callbacks": ("NonfiniteGuard", "PrecisionSchedule"),
+    "nn.convert": ("ConversionReport", "convert", "restore"),
+    "nn.inference": ("cached_weights", "inference"),
+    "ops": ("QuantizedTensor", "quantize"),
+    "plugins.precision": ("BlockScaledPrecision",),
+    "recipe": ("PRESETS", "GemmRecipe", "QuantSpec", "Recipe", "load_recipe"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _registration(function: str) -> Any:
+    return lambda: getattr(importlib.import_module("lightning_nvfp4.plugins.register"), function)()
+
+
+for _package in ("lightning", "pytorch_lightning", "lightning_fabric"):
+    after_import(_package, _registration(f"register_{_package}"))

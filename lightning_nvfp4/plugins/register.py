@@ -7,12 +7,7 @@ class tree; everything else takes the stock path untouched.
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any, Literal
 
 from lightning_nvfp4.errors import UserError
@@ -31,22 +26,18 @@ _REFUSED = {
 }
 
 
-def register() -> None:
-    """Register with every Lightning package that is imported now, and with the others when they are imported."""
+def register_lightning() -> None:
+    """Register with ``lightning``."""
     import lightning
     from lightning.fabric.connector import _Connector
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
     _wrap(_AcceleratorConnector, lightning.Trainer, BlockScaledPrecision)
     _wrap(_Connector, lightning.Fabric, FabricBlockScaledPrecision)
-    for name, hook in (("pytorch_lightning", _register_pytorch_lightning), ("lightning_fabric", _register_fabric)):
-        if name in sys.modules:
-            hook()
-        else:
-            sys.meta_path.insert(0, _AfterImport(name, hook))
 
 
-def _register_pytorch_lightning() -> None:
+def register_pytorch_lightning() -> None:
+    """Register with ``pytorch_lightning``, whose classes are others than those of ``lightning.pytorch``."""
     import pytorch_lightning
     from pytorch_lightning.plugins.precision.amp import MixedPrecision
     from pytorch_lightning.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -56,7 +47,8 @@ def _register_pytorch_lightning() -> None:
     _wrap(_AcceleratorConnector, pytorch_lightning.Trainer, plugin)
 
 
-def _register_fabric() -> None:
+def register_lightning_fabric() -> None:
+    """Register with ``lightning_fabric``."""
     import lightning_fabric
     from lightning_fabric.connector import _Connector
     from lightning_fabric.plugins.precision.amp import MixedPrecision
@@ -113,28 +105,3 @@ def _refuse(strategy: Any, preset: str) -> None:
                 f"precision={preset!r} cannot run with strategy={strategy!r}: {reason}. Use 'auto', 'ddp' or FSDP2 "
                 "(lightning.pytorch.strategies.ModelParallelStrategy)."
             )
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Runs `hook` once, right after the package `name` has been imported."""
-
-    def __init__(self, name: str, hook: Callable[[], None]) -> None:
-        self.name, self.hook = name, hook
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            run = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                self.hook()
-
-            loader.exec_module = exec_module
-        return spec

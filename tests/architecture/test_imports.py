@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-_HEAVY = ("transformer_engine", "lm_eval", "datasets", "tensorboard", "lightning_nvfp4.ops.triton")
+_HEAVY = ("torch", "lightning", "transformers", "transformer_engine", "lm_eval", "datasets", "tensorboard")
 
 
 def _loaded(statement: str) -> set[str]:
@@ -18,9 +18,22 @@ def _loaded(statement: str) -> set[str]:
 
 def test_importing_the_package_is_light() -> None:
     loaded = _loaded("import lightning_nvfp4")
-    assert "lightning_nvfp4.recipe" in loaded
     assert not loaded.intersection(_HEAVY)
-    assert not any(name.startswith(("lightning_nvfp4.lm", "lightning_nvfp4.evaluation")) for name in loaded)
+    assert {name for name in loaded if name.startswith("lightning_nvfp4.")} == {"lightning_nvfp4.after_import"}
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import lightning_nvfp4, lightning.pytorch as lightning",
+        "import pytorch_lightning as lightning, lightning_nvfp4",
+        "import lightning_nvfp4\nlightning_nvfp4.BlockScaledPrecision\nimport lightning",
+        "import lightning_nvfp4.callbacks, lightning",
+    ],
+)
+def test_the_names_are_registered_in_whichever_order_packages_are_imported(imports: str) -> None:
+    quiet = "accelerator='cpu', logger=False, enable_checkpointing=False"
+    _loaded(f"{imports}\nassert lightning.Trainer(precision='nvfp4-hybrid', {quiet}).precision == 'nvfp4-hybrid'")
 
 
 def test_the_check_would_notice() -> None:
@@ -29,12 +42,4 @@ def test_the_check_would_notice() -> None:
 
 @pytest.mark.parametrize("module", ["formats", "errors"])
 def test_formats_and_errors_need_the_standard_library_only(module: str) -> None:
-    # The package's own __init__ registers with Lightning; the layer below is loaded without it.
-    statement = (
-        "import importlib.util, pathlib, sys, types\n"
-        "root = pathlib.Path(importlib.util.find_spec('lightning_nvfp4').submodule_search_locations[0])\n"
-        "package = types.ModuleType('lightning_nvfp4'); package.__path__ = [str(root)]\n"
-        "sys.modules['lightning_nvfp4'] = package\n"
-        f"import lightning_nvfp4.{module}"
-    )
-    assert not _loaded(statement).intersection({"torch", "numpy", "lightning", "transformers"})
+    assert not _loaded(f"import lightning_nvfp4.{module}").intersection({"torch", "numpy", "lightning", "transformers"})
