@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_nvfp4.nn.context import LayerNumerics
 from lightning_nvfp4.nn.operands import Operand, along_features, along_tokens, per_expert_scales
-from lightning_nvfp4.ops import QuantizedTensor, matmul, quantize, quantize_values
+from lightning_nvfp4.ops import QuantizedTensor, apply_tensor_scales, matmul, quantize, quantize_values
 from lightning_nvfp4.recipe import GemmRecipe, QuantSpec
 
 
@@ -207,11 +207,8 @@ def _wgrad(
         # One expert owns all columns, the zeros that complete a Hadamard transform included.
         part = slice(start, start + count) if len(counts) > 1 else slice(None)
         dw = matmul(dy.values[:, part], x.values[:, part])
-        if dy.scale is not None:
-            dw.mul_(dy.scale[:, e, None])
-        if x.scale is not None:
-            dw.mul_(x.scale[:, e])
-        dw_ENK[e] = dw
+        rows = None if dy.scale is None else dy.scale[:, e, None]
+        dw_ENK[e] = apply_tensor_scales(dw, rows, None if x.scale is None else x.scale[:, e])
         start += count
     return dw_ENK
 
@@ -221,16 +218,13 @@ def _over_tokens(x_RK: Tensor, spec: QuantSpec, seed: int, counts: Sequence[int]
 
 
 def _per_expert(x: Operand, w: Operand, counts: Sequence[int]) -> Tensor:
-    """Return ``x @ w[e]^T`` in FP32, tensor scales in the epilogue: the rows' scale first, then the weight's."""
+    """Return ``x @ w[e]^T`` in FP32, tensor scales in the epilogue."""
     w_ENK = w.values if w.values.dim() == 3 else w.values.unsqueeze(0)
     parts = [matmul(part, w_ENK[e]) for e, part in enumerate(x.values.split(list(counts))) if len(part)]
     y_RN = torch.cat(parts) if parts else x.values.new_zeros(0, w_ENK.shape[1])
-    if x.scale is not None:
-        y_RN.mul_(x.scale)
-    if w.scale is not None:
-        per_output = w.scale.reshape(len(w_ENK), -1)  # (E, 1), or (E, N) for a scale per row
-        y_RN.mul_(_rows(per_output, counts))
-    return y_RN
+    # (E, 1), or (E, N) where the weight has a scale for each of its rows.
+    w_scale = None if w.scale is None else _rows(w.scale.reshape(len(w_ENK), -1), counts)
+    return apply_tensor_scales(y_RN, x.scale, w_scale)
 
 
 def _rows(per_expert: Tensor, counts: Sequence[int]) -> Tensor:

@@ -180,3 +180,35 @@ def test_switches_run_a_gemm_in_bf16():
         y_bf16, (_, dw_bf16), _ = run(x, w, dy, GEMMS["bf16-gemm"], (32,))
         equal = torch.equal(y, y_bf16), torch.equal(leaf.grad, dw_bf16)
         assert equal == (same == 0, same == 1)
+
+
+@pytest.mark.parametrize("name", GEMMS)
+@pytest.mark.parametrize("kind", ["zeros", "one outlier", "1e-38", "3e38"])
+def test_extreme_but_finite_operands_stay_finite(name, kind):
+    """All-zero experts, blocks with one huge element and values at both ends of FP32 are normal cases."""
+    x, w, dy = data(64, 24, 40, experts=2)
+    for t in (x, w, dy):
+        if kind == "zeros":
+            t[: len(t) // 2] = 0
+        elif kind == "one outlier":
+            t.view(len(t), -1)[:, 3] = 1e30
+    if kind in ("1e-38", "3e38"):
+        # The gradient alone: a product of two such values is outside of FP32 by itself.
+        dy = torch.full_like(dy, float(kind)) * dy.sign() * (1 if kind == "1e-38" else 1e-3)
+    if kind == "one outlier":
+        x, w = x.clamp(max=1e4), w.clamp(max=1e4)
+    step = max(32, tokens_alignment(GEMMS[name]))
+    x, dy = (t.repeat(step // 32, 1) for t in (x, dy))
+    y, gradients, _ = run(x, w, dy, GEMMS[name], (step, step))
+    assert all(t.isfinite().all() for t in (y, *gradients))
+
+
+@pytest.mark.parametrize("name", GEMMS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("operand", [0, 1, 2])
+def test_a_nonfinite_element_of_any_operand_reaches_a_result(name, bad, operand):
+    tensors = [t.clone() for t in data(64, 24, 40)]
+    tensors[operand].view(-1)[7] = bad
+    y, (dx, dw), _ = run(*tensors, GEMMS[name], (64,))
+    reached = [not t.isfinite().all() for t in (y, dx, dw)]
+    assert reached == [operand != 2, operand != 0, operand != 1]

@@ -276,3 +276,20 @@ def test_a_plain_mlp_of_the_user_trains():
 def test_the_public_names_are_there():
     for name in lightning_nvfp4.__all__:
         assert hasattr(lightning_nvfp4, name)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_odd_sizes_train(preset):
+    """Hidden sizes that no block divides, and a batch of one token."""
+    sizes = {"hidden_size": 36, "intermediate_size": 50, "head_dim": 10, "moe_intermediate_size": 21}
+    for name in ("llama", "qwen3_moe"):
+        model = tiny_model(name, **{k: v for k, v in sizes.items() if name != "llama" or not k.startswith("moe")})
+        module = fit(model, precision=preset)
+        assert all(torch.tensor(module.losses).isfinite())
+        plugin = BlockScaledPrecision(preset)
+        plugin.convert_module(module)
+        with plugin.forward_context():
+            logits = model(input_ids=tokens(1, 1)).logits
+        logits.float().sum().backward()
+        plugin.teardown()
+        assert logits.shape == (1, 1, 128) and logits.isfinite().all()

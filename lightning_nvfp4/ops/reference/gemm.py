@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_nvfp4.errors import UserError
-from lightning_nvfp4.formats.rounding import FP32_BIAS
 from lightning_nvfp4.ops.contract import QuantizedTensor
-from lightning_nvfp4.ops.reference.elements import power_of_two
 from lightning_nvfp4.ops.reference.hadamard import sign_vector
 
 
@@ -61,25 +59,19 @@ def matmul(a: QuantizedTensor | Tensor, b: QuantizedTensor | Tensor) -> Tensor:
 def apply_tensor_scales(product: Tensor, row: Tensor | None, column: Tensor | None) -> Tensor:
     """Return float32 product * row * column, with no overflow or underflow that the result does not have.
 
+    A scale above one and one below it are multiplied first: their product lies between them. Two scales on one side of
+    one follow each other: what leaves the range after the first is out of it after the second.
+
     Args:
         product: float32 (M, N).
         row: float32, broadcastable to (M, 1), or ``None``.
-        column: float32, broadcastable to (1, N), or ``None``.
+        column: float32, broadcastable to (M, N), or ``None``.
     """
-    if row is None and column is None:
-        return product
     if row is None or column is None:
-        scale = row if row is not None else column
-        assert scale is not None
-        return product * scale
-    (row_fraction, row_exponent), (column_fraction, column_exponent) = torch.frexp(row), torch.frexp(column)
-    scaled = (product * row_fraction) * column_fraction
-    # In three parts, each a normal power of two; all of one sign, so that none overshoots the result.
-    exponent = (row_exponent + column_exponent).to(torch.int32)
-    third = torch.div(exponent, 3, rounding_mode="trunc")
-    for part in (third, third, exponent - 2 * third):
-        scaled = scaled * power_of_two(part + FP32_BIAS)
-    return scaled
+        scale = row if column is None else column
+        return product if scale is None else product * scale
+    across = (row >= 1) != (column >= 1)
+    return product * torch.where(across, row * column, row) * torch.where(across, 1.0, column)
 
 
 def _operand(x: QuantizedTensor | Tensor, name: str) -> _Operand:
