@@ -75,7 +75,7 @@ def run(arguments: list[str]) -> int:
         return failed
     from lightning_nvfp4.evaluation.report import write_report
 
-    report = write_report(out)
+    report = write_report(out, baseline=pipeline.baseline, notes=pipeline.notes)
     from lightning_nvfp4.commands.pipeline_summary import print_summary
 
     print_summary(out / "report.json", console)

@@ -55,7 +55,10 @@ class Arm:
 
 @dataclass
 class Pipeline:
-    """A pipeline YAML. `lanes` arms run at a time with `threads` CPU threads each; see recipes/pipeline.yaml."""
+    """A pipeline YAML; see recipes/pipeline.yaml.
+
+    `lanes` arms run at a time with `threads` CPU threads each; `notes` are shown first in the report.
+    """
 
     stages: list[Stage]
     arms: list[str]
@@ -65,6 +68,7 @@ class Pipeline:
     threads: int = 1
     overlays: list[str] = field(default_factory=list)
     eval: Evaluation | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 def load_pipeline(name: str, overrides: list[str]) -> Pipeline:
@@ -188,7 +192,7 @@ def load_arm(name: str) -> Arm:
 def record(pipeline: Pipeline, arms: list[Arm]) -> dict[str, Any]:
     """Return everything that determines the results, contents of the named files included, as flat dotted keys."""
     values = asdict(pipeline)
-    for key in ("arms", "lanes", "baseline"):  # none of them changes what an arm computes
+    for key in ("arms", "lanes", "baseline", "notes"):  # none of them changes what an arm computes
         values.pop(key)
     flat = dict(_flatten("", {**values, "stages": {stage["name"]: stage for stage in values["stages"]}}))
     files = {f"file {stage.name}": stage.config for stage in pipeline.stages}

@@ -32,8 +32,9 @@ def _training(content: dict[str, Any]) -> Table:
     stages = [stage for stage in content["stages"] if any(stage in losses for losses in content["losses"].values())]
     table = Table(box=None, pad_edge=False)
     table.add_column("arm")
+    kinds = {stage: _kind(content, stage) for stage in stages}
     for stage in stages:
-        table.add_column(f"loss {stage}", justify="right")
+        table.add_column(f"{'val loss' if kinds[stage] == 'validation' else 'loss'} {stage}", justify="right")
         table.add_column("gap", justify="right")
     table.add_column("RL reward", justify="right")
     for arm in content["arms"]:
@@ -41,12 +42,18 @@ def _training(content: dict[str, Any]) -> Table:
         for stage in stages:
             loss = content["losses"].get(arm, {}).get(stage)
             gap = content["loss_gaps"].get(arm, {}).get(stage)
-            cells.append("-" if loss is None else f"{loss['final']:.3f}")
-            cells.append("" if gap is None else f"{gap['final']:+.2%}")
+            cells.append("-" if loss is None else f"{loss[kinds[stage]]:.3f}")
+            cells.append("" if gap is None else f"{gap[kinds[stage]]:+.2%}")
         reward = content["rewards"].get(arm)
         cells.append("-" if reward is None else f"{reward['first']:.3f} -> {reward['last']:.3f}")
         table.add_row(*cells)
     return table
+
+
+def _kind(content: dict[str, Any], stage: str) -> str:
+    """Return which loss of a stage to show: of held-out text where every arm has it, else of training."""
+    losses = [arm[stage] for arm in content["losses"].values() if stage in arm]
+    return "validation" if all(loss["validation"] is not None for loss in losses) else "final"
 
 
 def _scores(content: dict[str, Any]) -> Table:

@@ -14,6 +14,9 @@ from lightning_nvfp4.errors import UserError
 FINAL_SHARE = 0.1  # the last tenth of a run stands for its end
 
 
+VALIDATION = "val/loss"
+
+
 @dataclass(frozen=True)
 class Curve:
     """Values of one column over optimizer steps; float64, finite."""
@@ -120,7 +123,7 @@ def gap(
     relative = (smooth - smooth_base) / smooth_base
     final = (ours.end() - theirs.end()) / theirs.end()
     validation = None
-    if "val/loss" in curves and "val/loss" in base:
-        mine, other = float(curves["val/loss"].values[-1]), float(base["val/loss"].values[-1])
+    if VALIDATION in curves and VALIDATION in base:
+        mine, other = float(curves[VALIDATION].values[-1]), float(base[VALIDATION].values[-1])
         validation = (mine - other) / other
     return LossGap([int(s) for s in common], [float(r) for r in relative], float(final), validation)

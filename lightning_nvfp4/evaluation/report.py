@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_nvfp4.evaluation import plots
 from lightning_nvfp4.evaluation.compare import interval_text, percent
+from lightning_nvfp4.evaluation.curves import VALIDATION, Curve
 from lightning_nvfp4.evaluation.page import Block, Bullets, Heading, Plot, Table, to_html, to_markdown
 from lightning_nvfp4.evaluation.report_data import LOSS, REWARD_STEPS, RunFolder, collect
 
@@ -77,9 +78,13 @@ def _summary(run: RunFolder) -> list[list[str]]:
     stages = [s for s in run.stages if s != "rl"]
     last = next((s for s in reversed(stages) if any((arm, s) in run.gaps for arm in run.arms)), None)
     pretraining = "decay" if any((arm, "decay") in run.gaps for arm in run.arms) else last
+    gaps = {arm: run.gaps.get((arm, pretraining or "")) for arm in run.arms}
+    # Held-out text where there is some: the mean over the last batches carries their noise too.
+    validated = all(gap is None or gap.validation is not None for gap in gaps.values())
+    kind = "validation" if validated else "training"
     head = [
         "arm",
-        f"loss gap, {pretraining or 'training'}",
+        f"{kind} loss gap, {pretraining or 'training'}",
         f"reward, first {REWARD_STEPS} → last {REWARD_STEPS} steps",
     ]
     evaluated = run.evaluated_stages()
@@ -88,9 +93,9 @@ def _summary(run: RunFolder) -> list[list[str]]:
     head += [f"{task} after {final}" for task, _ in tasks]
     rows = [head]
     for arm in run.arms:
-        gap = run.gaps.get((arm, pretraining or ""))
-        reward = run.reward(arm)
-        line = [arm, "baseline" if arm == run.baseline else MISSING if gap is None else f"{100 * gap.final:+.2f} %"]
+        gap, reward = gaps[arm], run.reward(arm)
+        value = None if gap is None else gap.validation if validated else gap.final
+        line = [arm, "baseline" if arm == run.baseline else MISSING if value is None else f"{100 * value:+.2f} %"]
         line.append(MISSING if reward is None else f"{reward[0]:.3f} → {reward[1]:.3f}")
         line += [_score_text(run, arm, final, task, metric) for task, metric in tasks]
         rows.append(line)
@@ -112,7 +117,7 @@ def _losses(run: RunFolder) -> list[list[str]]:
                 rows.append([stage, arm, *[MISSING] * 5])
                 continue
             gap = run.gaps.get((arm, stage))
-            val = curves.get("val/loss")
+            val = _last(curves.get(VALIDATION))
             rows.append(
                 [
                     stage,
@@ -120,11 +125,15 @@ def _losses(run: RunFolder) -> list[list[str]]:
                     f"{curves[LOSS].start(1):.3f}",
                     f"{curves[LOSS].end():.4f}",
                     "baseline" if arm == run.baseline else MISSING if gap is None else f"{100 * gap.final:+.2f} %",
-                    "not logged" if val is None else f"{val.values[-1]:.4f}",
+                    "not logged" if val is None else f"{val:.4f}",
                     "" if gap is None or gap.validation is None else f"{100 * gap.validation:+.2f} %",
                 ]
             )
     return rows
+
+
+def _last(curve: Curve | None) -> float | None:
+    return None if curve is None else curve.values[-1]
 
 
 def _rewards(run: RunFolder) -> list[list[str]]:
@@ -238,7 +247,10 @@ def _json(run: RunFolder, about: dict[str, Any], notes: Sequence[str]) -> dict[s
         return tree
 
     losses = [
-        (key, {"first": curves[LOSS].start(1), "final": curves[LOSS].end()})
+        (
+            key,
+            {"first": curves[LOSS].start(1), "final": curves[LOSS].end(), "validation": _last(curves.get(VALIDATION))},
+        )
         for key, curves in run.curves.items()
         if LOSS in curves
     ]
