@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,28 +120,41 @@ def read_result(path: str | os.PathLike[str], *, samples: bool = True) -> EvalRe
     path = Path(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: no readable evaluation result ({error}). Give a file that nvfp4 eval wrote."
         ) from error
     if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA:
         raise UserError(f"{path}: not an evaluation result of schema {SCHEMA}. Give a file that nvfp4 eval wrote.")
-    content["scores"] = tuple(Score(**score) for score in content["scores"])
-    content["notes"] = tuple(content["notes"])
-    if samples:
-        content["samples"] = tuple(_read_samples(samples_path(path)))
-    return EvalResult(**content)
+    try:
+        content["scores"] = tuple(Score(**{**score, "value": float(score["value"])}) for score in content["scores"])
+        content["notes"] = tuple(content["notes"])
+        result = EvalResult(**content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: damaged, or written by another version ({error!r}). Evaluate again.") from error
+    if not samples:
+        return result
+    result = replace(result, samples=tuple(_read_samples(samples_path(path))))
+    strangers = {(s.task, s.metric) for s in result.samples} - {(s.task, s.metric) for s in result.scores}
+    if strangers:
+        raise UserError(
+            f"{samples_path(path)}: has documents of {min(strangers)}, of which {path.name} has no score: the two files "
+            "are of different evaluations. Evaluate again."
+        )
+    return result
 
 
 def _read_samples(path: Path) -> Iterable[Sample]:
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} is missing: runs pair by it. Keep it beside its .json, or evaluate again.") from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Bytes, because text has line ends of its own, such as U+2028.
+    for number, line in enumerate(content.removesuffix(b"\n").split(b"\n") if content else (), start=1):
         try:
-            yield Sample(**json.loads(line))
-        except (json.JSONDecodeError, TypeError) as error:
+            sample = Sample(**json.loads(line))
+            yield replace(sample, value=float(sample.value))
+        except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: not a sample ({error}). Evaluate again.") from error
 
 

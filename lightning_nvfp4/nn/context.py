@@ -43,9 +43,9 @@ class NumericsContext:
     backward_high_precision: bool = False
     weight_cache: dict[int, tuple[Tensor, Tensor | None]] | None = None
 
-    def begin(self, run_seed: int, rank: int, step: int, micro_batch: int) -> None:
+    def begin(self, run_seed: int, rank: int, step: int, micro_batch: int, model: int = 0) -> None:
         """Set the seed for the forward and backward of one micro-batch; the same arguments replay the same bits."""
-        self.step_seed = derive_seed(run_seed, rank, step, micro_batch)
+        self.step_seed = derive_seed(run_seed, rank, step, micro_batch, *([model] if model else []))
 
     @contextmanager
     def cached_weights(self) -> Iterator[None]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 
@@ -13,7 +15,7 @@ from lightning_nvfp4 import capability
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.nn.context import LayerNumerics, NumericsContext
 from lightning_nvfp4.nn.experts import EXPERTS_IMPLEMENTATION
-from lightning_nvfp4.nn.linear import BlockScaledLinear, Fp32Router
+from lightning_nvfp4.nn.linear import BlockScaledLinear, ConvertedModule, Fp32Router, converted_class
 from lightning_nvfp4.recipe import GemmRecipe, Recipe, load_recipe
 from lightning_nvfp4.selection import Decision, flop_shares, select
 
@@ -81,7 +83,6 @@ def convert(
             raise _nothing_converted(model, recipe, decisions)
         return report
     any_experts = any(d.kind == "experts" for d in report.converted)
-    previous: dict[int, str | None] = {}
     for index, decision in enumerate(decisions):
         module = model.get_submodule(decision.path)
         kept = decision.gemm is None
@@ -89,7 +90,7 @@ def convert(
         if decision.kind == "experts":
             # All experts of a model share one implementation name; a kept layer takes BF16 operands in it.
             if any_experts:
-                _set_experts(module, (layers[0], layers[1]), previous)
+                _set_experts(module, (layers[0], layers[1]))
         elif decision.kind == "router":
             if any_experts:
                 _set_class(module, Fp32Router)
@@ -103,12 +104,34 @@ def restore(model: nn.Module) -> None:
     """Undo `convert`: every layer gets back the class, and the experts the implementation, that it had before."""
     for module in model.modules():
         module.__dict__.pop(_NUMERICS, None)
-        original = module.__dict__.pop(_CLASS, None)
-        if original is not None:
-            module.__class__ = original
-        if _PREVIOUS in module.__dict__:
-            config: Any = module.config
-            config._experts_implementation = module.__dict__.pop(_PREVIOUS)
+        classes: tuple[type, type] | None = module.__dict__.pop(_CLASS, None)
+        if classes is not None:
+            module.__class__ = _without(type(module), *classes)
+        shared: _SharedConfig | None = module.__dict__.pop(_PREVIOUS, None)
+        if shared is not None:
+            shared.users -= 1
+            if not shared.users:  # a converted part of a larger model leaves the choice to the rest
+                config: Any = module.config
+                config._experts_implementation = shared.previous
+
+
+@contextmanager
+def keeping_conversion(model: nn.Module) -> Iterator[None]:
+    """Whatever is converted inside, leave `model` on exit as converted, or not, as it was."""
+    names = (_NUMERICS, _CLASS, _PREVIOUS)
+    before = [(module, type(module), {n: module.__dict__[n] for n in names if n in module.__dict__}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        restore(model)
+        for module, kind, state in before:
+            if state:
+                module.__class__ = kind
+                module.__dict__.update(state)
+            if _PREVIOUS in state:
+                state[_PREVIOUS].users += 1
+                config: Any = module.config
+                config._experts_implementation = EXPERTS_IMPLEMENTATION
 
 
 def context_of(model: nn.Module) -> NumericsContext | None:
@@ -120,26 +143,43 @@ def context_of(model: nn.Module) -> NumericsContext | None:
     return None
 
 
-_CLASSES: dict[tuple[type, type], type] = {}
-
-
-def _set_class(module: nn.Module, mixin: type) -> None:
+def _set_class(module: nn.Module, mixin: type[ConvertedModule]) -> None:
     """Give `module` a class that adds `mixin` to its own; a wrapper's class (FSDP2) stays a base."""
     original = type(module)
-    key = (mixin, original)
-    if key not in _CLASSES:
-        plain = original is nn.Linear and mixin is BlockScaledLinear
-        _CLASSES[key] = mixin if plain else type(f"{mixin.__name__}_{original.__name__}", (mixin, original), {})
-    module.__dict__[_CLASS] = original
-    module.__class__ = _CLASSES[key]
+    ours = converted_class(mixin, original)
+    module.__dict__[_CLASS] = (original, ours)
+    module.__class__ = ours
 
 
-def _set_experts(
-    module: nn.Module, layers: tuple[LayerNumerics, LayerNumerics], previous: dict[int, str | None]
-) -> None:
+def _without(kind: type, original: type, ours: type) -> type:
+    """Return the class `kind` with `original` in the place of `ours`, which others may have derived from since."""
+    if kind is ours:
+        return original
+    if not issubclass(kind, ours):  # given back by others
+        return nn.Linear if kind is BlockScaledLinear else kind
+    bases = tuple(_without(base, original, ours) if issubclass(base, ours) else base for base in kind.__bases__)
+    content = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind)(kind.__name__, bases, content)
+
+
+class _SharedConfig:
+    """The experts implementation that a configuration had, and how many converted modules read it."""
+
+    def __init__(self, previous: str | None) -> None:
+        self.previous, self.users = previous, 0
+
+
+_CONFIGS: WeakValueDictionary[int, _SharedConfig] = WeakValueDictionary()
+
+
+def _set_experts(module: nn.Module, layers: tuple[LayerNumerics, LayerNumerics]) -> None:
     config: Any = module.config
+    shared = _CONFIGS.get(id(config))
+    if shared is None or not shared.users:
+        shared = _CONFIGS[id(config)] = _SharedConfig(config._experts_implementation)
+    shared.users += 1
     # Kept on the module: anything put on the config would be saved with the model.
-    module.__dict__[_PREVIOUS] = previous.setdefault(id(config), config._experts_implementation)
+    module.__dict__[_PREVIOUS] = shared
     config._experts_implementation = EXPERTS_IMPLEMENTATION
     module.__dict__[_NUMERICS] = layers
 

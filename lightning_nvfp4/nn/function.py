@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_nvfp4.nn.context import LayerNumerics
 from lightning_nvfp4.nn.operands import Operand, along_features, along_tokens, per_expert_scales
@@ -83,6 +84,7 @@ class _GroupedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable  # the rounding has no second derivative: an error, not a gradient without these layers
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (dy_RN,) = grad_outputs
         gemm, counts, backend, seeds = ctx.gemm, ctx.counts, ctx.numerics.backend, ctx.step_seeds

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_nvfp4.nn.autocast import bf16_autocast
-from lightning_nvfp4.nn.convert import ConversionReport, context_of, convert, restore
+from lightning_nvfp4.nn.convert import ConversionReport, context_of, convert, keeping_conversion
 from lightning_nvfp4.recipe import Recipe
 
 
@@ -21,17 +21,16 @@ def inference(
     overrides: Mapping[str, Any] | None = None,
     backend: str = "auto",
 ) -> Iterator[ConversionReport]:
-    """Convert `model` in place, run under BF16 autocast with each weight quantized once, restore on exit.
+    """Convert `model` in place, run under BF16 autocast with each weight quantized once, and undo it on exit.
 
-    Arguments are those of `lightning_nvfp4.nn.convert.convert`. Gradients and the training flag are left to the caller.
+    A model that is in training in a block-scaled precision goes on in it. Arguments are those of
+    `lightning_nvfp4.nn.convert.convert`. Gradients and the training flag are left to the caller.
     """
-    report = convert(model, precision, overrides=overrides, backend=backend)
     device = next((p.device.type for p in model.parameters()), "cpu")
-    try:
+    with keeping_conversion(model):
+        report = convert(model, precision, overrides=overrides, backend=backend)
         with bf16_autocast(device), report.context.cached_weights():
             yield report
-    finally:
-        restore(model)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,37 @@ from lightning_nvfp4.nn.context import LayerNumerics
 from lightning_nvfp4.nn.function import grouped_linear
 
 
-class BlockScaledLinear(nn.Linear):
+class ConvertedModule(nn.Module):
+    """What conversion adds to a module's class. Such classes are made on the way, so pickle needs to be told how."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Reduce to the mixin and the class it was added to, which can both be imported."""
+        make, arguments, *state = super().__reduce_ex__(protocol)
+        kind = type(self)
+        if arguments != (kind,) or _CLASSES.get(kind.__bases__) is not kind:
+            return make, arguments, *state
+        return _new, kind.__bases__, *state
+
+
+_CLASSES: dict[tuple[type, ...], type] = {}
+
+
+def converted_class(mixin: type[ConvertedModule], original: type) -> type:
+    """Return the class that adds `mixin` to `original`."""
+    if original is nn.Linear and mixin is BlockScaledLinear:
+        return mixin
+    key = (mixin, original)
+    if key not in _CLASSES:
+        _CLASSES[key] = type(f"{mixin.__name__}_{original.__name__}", key, {})
+    return _CLASSES[key]
+
+
+def _new(mixin: type[ConvertedModule], original: type) -> nn.Module:
+    kind = converted_class(mixin, original)
+    return kind.__new__(kind)
+
+
+class BlockScaledLinear(ConvertedModule, nn.Linear):
     """A linear layer in block-scaled numerics.
 
     Instances are made by `lightning_nvfp4.nn.convert.convert`, which changes the class of an existing layer: its
@@ -37,7 +69,7 @@ class BlockScaledLinear(nn.Linear):
     forward.block_scaled = True  # type: ignore[attr-defined]
 
 
-class Fp32Router(nn.Module):
+class Fp32Router(ConvertedModule):
     """Mixin for the router of a mixture of experts: logits computed and stored in FP32, outside autocast.
 
     BF16 logits move the chosen experts of some percent of the tokens, so the router is never left to autocast.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,7 @@ def quantize(
         UserError: an argument that the format or this machine does not allow.
     """
     dim, amax = _check(x, spec, dim, backend, amax)
+    seed = _checked_seed(seed)
     if x.numel() == 0:
         return _empty(x, spec, dim, amax)
     kernels = _kernels(x, spec)
@@ -70,6 +73,7 @@ def quantize_values(
     Arguments as `quantize`; the values are bit-equal to its.
     """
     dim, amax = _check(x, spec, dim, backend, amax)
+    seed = _checked_seed(seed)
     if x.numel() == 0:
         empty = _empty(x, spec, dim, amax)
         return empty.unscaled_values(), empty.tensor_scale
@@ -108,6 +112,13 @@ def _kernels(x: Tensor, spec: QuantSpec) -> Kernels | None:
 def _check(x: Tensor, spec: QuantSpec, dim: int, backend: str, amax: Tensor | None) -> tuple[int, Tensor | None]:
     """Refuse what cannot be quantized; return `dim` as a non-negative index and `amax` as float32 on x's device."""
     capability.require(backend)
+    if not isinstance(x, Tensor) or not isinstance(spec, QuantSpec):
+        raise UserError(
+            f"quantize got x of type {type(x).__name__} and spec of type {type(spec).__name__}: give a torch.Tensor and "
+            "a QuantSpec, such as QuantSpec('nvfp4')."
+        )
+    if x.layout is not torch.strided or x.is_nested:
+        raise UserError(f"x is {'nested' if x.is_nested else x.layout}: quantize takes dense tensors. Convert it first.")
     if x.ndim == 0 or not x.is_floating_point():
         raise UserError(
             f"x has shape {tuple(x.shape)} and dtype {x.dtype}: quantize takes floating-point tensors with at "
@@ -128,6 +139,20 @@ def _check(x: Tensor, spec: QuantSpec, dim: int, backend: str, amax: Tensor | No
             )
         amax = amax.detach().to(device=x.device, dtype=torch.float32)
     return dim, amax
+
+
+def _checked_seed(seed: int | Tensor) -> int | Tensor:
+    """Refuse what is no integer; integers of other libraries become Python's."""
+    if isinstance(seed, int):
+        return seed
+    if isinstance(seed, Tensor):
+        if seed.numel() == 1 and not seed.is_floating_point() and not seed.is_complex():
+            return seed
+        raise UserError(f"seed is a tensor of shape {tuple(seed.shape)} and dtype {seed.dtype}: give one int64 element.")
+    try:
+        return operator.index(seed)
+    except TypeError:
+        raise UserError(f"seed = {seed!r} must be an integer, or a tensor with one.") from None
 
 
 def _empty(x: Tensor, spec: QuantSpec, dim: int, amax: Tensor | None) -> QuantizedTensor:

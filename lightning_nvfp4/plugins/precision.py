@@ -49,10 +49,14 @@ class BlockScaledMixin:
         capability.require(backend)
         self.precision: Any = preset
         self.arguments: dict[str, Any] = {"preset": preset, "overrides": overrides, "backend": backend}
-        self.report: ConversionReport | None = None
-        self._module: weakref.ref[nn.Module] | None = None
+        self._conversions: list[tuple[weakref.ref[nn.Module], ConversionReport]] = []  # Fabric may set up several
         self._step = 0
         self._micro_batch = 0
+
+    @property
+    def report(self) -> ConversionReport | None:
+        """What the last conversion did, while its module is converted."""
+        return self._conversions[-1][1] if self._conversions else None
 
     @property
     def context(self) -> NumericsContext | None:
@@ -61,9 +65,8 @@ class BlockScaledMixin:
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module` in place and return it."""
-        self.report = convert(module, self.recipe, backend=self.arguments["backend"])
-        self._module = weakref.ref(module)
-        for decision in self.report.converted:
+        report = convert(module, self.recipe, backend=self.arguments["backend"])
+        for decision in report.converted:
             for name, parameter in module.get_submodule(decision.path).named_parameters(recurse=False):
                 if parameter.requires_grad and parameter.dtype != torch.float32:
                     restore(module)
@@ -71,7 +74,10 @@ class BlockScaledMixin:
                         f"{decision.path}.{name} is {parameter.dtype}: training in {self.precision!r} needs FP32 "
                         "master weights. Call model.float() before fit (from_pretrained keeps the checkpoint's dtype)."
                     )
-        rank_zero_info(self.report.summary())
+        parts = {id(part) for part in module.modules()}
+        others = [pair for pair in self._conversions if (other := pair[0]()) is not None and id(other) not in parts]
+        self._conversions = [*others, (weakref.ref(module), report)]
+        rank_zero_info(report.summary())
         return module
 
     @contextmanager
@@ -92,23 +98,29 @@ class BlockScaledMixin:
         return torch.autocast(self._device_type(), dtype=torch.bfloat16, cache_enabled=False)
 
     def _device_type(self) -> str:
-        module = self._module() if self._module else None
+        module = self._module()
         parameter = next(module.parameters(), None) if module else None
         return parameter.device.type if parameter is not None else self.device  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
-        """Give the module back as it was."""
-        module = self._module() if self._module else None
-        if module is not None:
-            restore(module)
-        self.report = self._module = None
+        """Give every module back as it was."""
+        for reference, _ in self._conversions:
+            if (module := reference()) is not None:
+                restore(module)
+        self._conversions = []
         super().teardown()  # type: ignore[misc]
 
+    def _module(self) -> nn.Module | None:
+        return self._conversions[-1][0]() if self._conversions else None
+
     def _begin_micro_batch(self, rank: int) -> None:
-        if self.context is not None:
-            run_seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-            self.context.begin(run_seed, rank, self._step, self._micro_batch)
+        self._seed(rank)
         self._micro_batch += 1
+
+    def _seed(self, rank: int) -> None:
+        run_seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        for number, (_, report) in enumerate(self._conversions):
+            report.context.begin(run_seed, rank, self._step, self._micro_batch, number)
 
     def _next_step(self) -> None:
         self._step += 1
@@ -121,7 +133,7 @@ class TrainerPart(BlockScaledMixin):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """Seed the micro-batch, then run its forward under autocast."""
-        module: Any = self._module() if self._module else None
+        module: Any = self._module()
         rank = 0
         if module is not None and getattr(module, "_trainer", None) is not None:
             rank = module.trainer.global_rank
@@ -155,11 +167,17 @@ class FabricBlockScaledPrecision(BlockScaledMixin, FabricMixedPrecision):
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Seed the micro-batch, then run under autocast."""
+        """Seed the micro-batch, then run under autocast; all forwards up to a backward belong to one."""
         if torch.is_grad_enabled():
-            self._begin_micro_batch(int(os.environ.get("RANK", "0")))
+            distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+            self._seed(torch.distributed.get_rank() if distributed else 0)
         with super().forward_context():
             yield
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Run backward; the next forward draws other bits."""
+        super().backward(*args, **kwargs)
+        self._micro_batch += 1
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step and move on to the next step's seeds."""

@@ -27,12 +27,13 @@ class RolloutLog:
         """Drop the rows of `step` and later, which a run resumed at `step` writes again, and a row cut by a crash."""
         if not self.path.exists():
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
+        with open(self.path, "rb") as file:  # text has line ends of its own, such as U+2028
+            lines = list(file)
+        kept = [line for line in lines if _is_before(line, step)]
         if len(kept) == len(lines):
             return
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.write_bytes(b"".join(kept))
         os.replace(temporary, self.path)
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -44,3 +45,10 @@ class RolloutLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(text)
+
+
+def _is_before(line: bytes, step: int) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] < step
+    except (ValueError, KeyError, TypeError):  # damaged: a log is no reason to refuse a run
+        return False

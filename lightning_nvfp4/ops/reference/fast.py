@@ -34,6 +34,8 @@ def kernels_for(x: Tensor) -> Kernels | None:
     """Return the kernels if they can work on x, else ``None``."""
     if type(x) not in _PLAIN or x.device.type != "cpu" or torch.compiler.is_compiling():
         return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # of vmap and other transforms: it has no memory of its own
+        return None
     return kernels()
 
 
@@ -100,8 +102,8 @@ def hadamard_transform(found: Kernels, moved: Tensor, spec: QuantSpec) -> Tensor
 
 
 def _loadable(moved: Tensor) -> Tensor:
-    """Return a tensor of a dtype that the kernels read."""
-    return moved if moved.dtype in (torch.float32, torch.bfloat16) else moved.to(torch.float32)
+    """Return a tensor whose memory the kernels can read: of their dtypes, and not a lazily negated view."""
+    return moved.resolve_neg() if moved.dtype in (torch.float32, torch.bfloat16) else moved.to(torch.float32)
 
 
 def _three(moved: Tensor) -> Tensor:
