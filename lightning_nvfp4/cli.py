@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -33,6 +34,16 @@ _TRAINER = {
 }
 
 
+_FULL = "Free space or choose another folder; a run goes on from its last checkpoint with --ckpt_path last."
+_DENIED = "Give a path that this user can use."
+# What the machine refuses: errno -> cure
+_SURROUNDINGS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR), _DENIED),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP), _DENIED),
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status: 0 success, 1 a failure of the program, 2 a mistake in the input.
 
@@ -47,6 +58,14 @@ def main(arguments: list[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         print(f"nvfp4: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in _SURROUNDINGS:
+            raise
+        if debug:
+            traceback.print_exc()
+        name = f"{os.fsdecode(error.filename)!r}: " if error.filename is not None else ""
+        print(f"nvfp4: error: {name}{error.strerror}. {_SURROUNDINGS[error.errno]}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("nvfp4: interrupted", file=sys.stderr)

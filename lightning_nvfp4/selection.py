@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
+from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.recipe import GemmRecipe, Recipe, Role
 
 # arXiv:2509.25149 section 4: the first 2 and the last 8 of the 62 blocks of the 12B model stay in BF16.
@@ -24,6 +26,7 @@ _ROUTER = re.compile(r"(^|\.)(gate|router|wg)$")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier|output_projection)$")
 _STATE_SPACE = re.compile(r"(^|\.)(dt_proj|x_proj)$")
 _MLP = re.compile(r"(^|\.)(mlp|feed_forward|ffn|fc1|fc2)(\.|$)")
+_WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)$")  # by PEFT, under the name it replaces
 _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 
@@ -61,7 +64,7 @@ def is_router(path: str, module: nn.Module) -> bool:
     """Return whether `module` computes routing logits of a mixture of experts."""
     name = type(module).__name__.lower()
     return (name.endswith("router") and hasattr(module, "weight")) or (
-        isinstance(module, nn.Linear) and bool(_ROUTER.search(path))
+        isinstance(module, nn.Linear) and bool(_ROUTER.search(_WRAPPED.sub("", path)))
     )
 
 
@@ -86,6 +89,11 @@ def select(model: nn.Module, recipe: Recipe) -> list[Decision]:
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, Literal["linear", "experts", "router"]]]:
     for path, module in model.named_modules():
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            raise UserError(
+                f"{path or 'the model'} is a {type(module).__name__} whose sizes are not known yet: run one batch through "
+                "the model, or give its sizes, before it is converted."
+            )
         if is_experts(module):
             yield path, module, "experts"
         elif is_router(path, module):
@@ -109,7 +117,7 @@ def _decide(
         return "keep", f"{type(module).__name__} does not compute a plain linear map"
     if kind == "linear" and _read_by_parent(model, path):
         return "keep", "its weight is read without its forward"
-    if _HEAD.search(path):
+    if _HEAD.search(_WRAPPED.sub("", path)):
         return "keep", "output head"
     for rule in recipe.rules:
         if fnmatch.fnmatchcase(path, rule.match):

@@ -5,6 +5,7 @@ import torch
 from tiny_models import ARCHITECTURES, tiny_model
 from torch import nn
 
+from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.recipe import PRESETS, load_recipe
 from lightning_nvfp4.selection import flop_shares, kept_blocks, select
 
@@ -21,6 +22,20 @@ def test_qwen3_moe_under_the_hybrid():
     assert decisions["model.layers.0.mlp.gate"].reason == "router: FP32 logits"
     assert decisions["lm_head"].reason == "output head"
     assert decisions["model.layers.3.mlp.experts"].reason == "one of the last 1 of 4 blocks"
+
+
+def test_a_wrapped_layer_is_treated_as_the_one_it_replaces():
+    model = tiny_model("llama")
+    model.lm_head = nn.ModuleDict({"base_layer": model.lm_head, "lora_A": nn.ModuleDict({"default": nn.Linear(64, 4)})})
+    model.model.layers[0].mlp.gate = nn.ModuleDict({"base_layer": nn.Linear(64, 4)})
+    decisions = by_path(model, PRESETS["nvfp4-hybrid"])
+    assert decisions["lm_head.base_layer"].reason == "output head"
+    assert decisions["model.layers.0.mlp.gate.base_layer"].reason == "router: FP32 logits"
+
+
+def test_layers_of_unknown_sizes_are_refused():
+    with pytest.raises(UserError, match="1 is a LazyLinear whose sizes are not known"):
+        select(nn.Sequential(nn.ReLU(), nn.LazyLinear(4)), PRESETS["mxfp8"])
 
 
 def test_a_dense_model_takes_the_hybrid_in_its_mlp():

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lightning_nvfp4.commands.parser import Parser
+from lightning_nvfp4.commands.paths import check_writable
 from lightning_nvfp4.errors import UserError
 
 
@@ -20,6 +21,8 @@ def run(arguments: list[str]) -> int:
     out = Path(options.out) if options.out else None
     if out is not None and out.suffix not in (".md", ".json"):
         raise UserError(f"--out {options.out!r} must end in .md or .json: it decides the format.")
+    if out is not None:
+        check_writable(out.parent, "--out")
     for path in options.paths:
         if not Path(path).exists():
             raise UserError(f"{path!r}: no such file or folder: give what `nvfp4 eval` wrote.")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_nvfp4.commands.parser import Parser
-from lightning_nvfp4.commands.paths import find_config
+from lightning_nvfp4.commands.paths import check_writable, find_config
 from lightning_nvfp4.commands.yaml_files import read_mapping
 from lightning_nvfp4.errors import UserError, unknown
 from lightning_nvfp4.recipe import PRESETS
@@ -49,8 +49,7 @@ def run(arguments: list[str]) -> int:
             "with --out where the results go. If it should be a folder, mend the path."
         )
     out = Path(options.out) if options.out else Path(options.checkpoint) / "eval"
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {str(out)!r} is a file: give a folder.")
+    check_writable(out, "--out")
     from lightning_nvfp4.evaluation.run import evaluate
 
     console = Console()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import shutil
+import os
 import sys
+import traceback
 import warnings
 from argparse import ArgumentError
 from collections.abc import Iterator
@@ -18,11 +19,13 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_nvfp4.callbacks import NonfiniteGuard
 from lightning_nvfp4.commands.config_errors import explain
 from lightning_nvfp4.commands.metrics_log import RunCSVLogger
 from lightning_nvfp4.commands.paths import find_config
+from lightning_nvfp4.commands.run_folder import RunFolder
 from lightning_nvfp4.commands.yaml_files import read_mapping
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.data.base import StreamDataModule
@@ -31,6 +34,7 @@ from lightning_nvfp4.lm.model import CausalLM
 from lightning_nvfp4.plugins.checkpoint_io import AtomicCheckpointIO
 
 _PEEK_ROWS = 16
+_LIGHTNING = f"{os.sep}lightning{os.sep}"
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 # Advice of the libraries that does not apply to a run of ours.
 _QUIET = (
@@ -43,6 +47,7 @@ _QUIET = (
     r"\s*``\w+`` was deprecated in v4",
     r"GPU available but not used.*",
     r"You're resuming from a checkpoint that ended before the epoch ended.*",
+    r"LightningCLI's args parameter is intended to run from within Python.*",
 )
 
 
@@ -71,11 +76,9 @@ class RunCLI(LightningCLI):
     `trainer.default_root_dir`, atomic checkpoints, `NonfiniteGuard`, and the Hugging Face export after a fit.
     """
 
-    def __init__(
-        self, arguments: list[str], extra_callbacks: list[Callback] | None = None, created: list[Path] | None = None
-    ) -> None:
-        self._extra_callbacks = extra_callbacks or []
-        self._created = [] if created is None else created
+    def __init__(self, arguments: list[str], extra_callbacks: list[Callback], folder: RunFolder) -> None:
+        self._extra_callbacks = extra_callbacks
+        self._folder = folder
         self._fits = arguments[:1] == ["fit"]
         super().__init__(
             LightningModule,
@@ -117,8 +120,8 @@ class RunCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         root = config.get("default_root_dir") or "."
         config["default_root_dir"] = root
-        if self._fits and not Path(root).exists():
-            self._created.append(Path(root))
+        if self._fits and rank_zero_only.rank == 0 and "://" not in str(root):
+            self._folder.enter(Path(root))
         if config.get("logger") in (None, True):
             config["logger"] = (
                 [RunCSVLogger(root), TensorBoardLogger(root, name="tensorboard", version="")] if self._fits else False
@@ -137,7 +140,12 @@ class RunCLI(LightningCLI):
             defaults.append(HFExport())
         missing = [default for default in defaults if not any(isinstance(have, type(default)) for have in given)]
         config["callbacks"] = [*given, *missing, *self._extra_callbacks]
-        return super()._instantiate_trainer(config, callbacks)
+        try:
+            return super()._instantiate_trainer(config, callbacks)
+        except UserError:
+            raise
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:
+            raise UserError(f"trainer: {' '.join(str(error).split())} Mend that field of the trainer.") from error
 
 
 def run(arguments: list[str], extra_callbacks: list[Callback] | None = None) -> Trainer:
@@ -151,22 +159,37 @@ def run(arguments: list[str], extra_callbacks: list[Callback] | None = None) -> 
         UserError: bad configuration or data; nothing has been written.
     """
     arguments, files = _resolve_configs(arguments)
-    with _own_argv(), _quiet():
+    with _own_argv(arguments), _quiet():
         try:
-            with _nothing_left_behind() as created:
-                return RunCLI(arguments, extra_callbacks, created).trainer
+            with RunFolder() as folder:
+                return RunCLI(arguments, extra_callbacks or [], folder).trainer
         except ArgumentError as error:
             raise explain(error.message, files, arguments, _known_keys(arguments[0])) from error
-        except MisconfigurationException as error:
-            raise UserError(" ".join(str(error).split())) from error
-        except ValueError as error:
-            # jsonargparse wraps what a constructor says about its arguments into a text about unions of types.
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, UserError):
-                cause = cause.__cause__ or cause.__context__
-            if cause is None or cause is error:
-                raise
-            raise cause from error
+        except UserError:
+            raise
+        except Exception as error:
+            if explained := _mistake(error):
+                raise explained from error
+            raise
+
+
+def _mistake(error: Exception) -> UserError | None:
+    """Return what an exception of the libraries says about the configuration or the checkpoint, if it is about them."""
+    # jsonargparse wraps what a constructor says about its arguments into a text about unions of types.
+    cause: BaseException | None = error
+    while isinstance(error, ValueError) and cause is not None:
+        if isinstance(cause, UserError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
+    if isinstance(error, RuntimeError) and text.startswith("Error(s) in loading state_dict"):
+        return UserError(f"ckpt_path: the checkpoint is of another model. {text[:600]} Give the model that wrote it.")
+    *_, innermost = traceback.extract_tb(error.__traceback__)
+    # What Lightning itself raises is about its arguments; an error in a model or a reward comes from deeper down.
+    ours_to_explain = isinstance(error, MisconfigurationException | ValueError | TypeError | KeyError)
+    if isinstance(error, MisconfigurationException) or (ours_to_explain and _LIGHTNING in innermost.filename):
+        return UserError(f"{text} Mend that field of the configuration, or the checkpoint.")
+    return None
 
 
 def _resolve_configs(arguments: list[str]) -> tuple[list[str], list[Path]]:
@@ -198,23 +221,10 @@ def _known_keys(subcommand: str) -> list[str]:
 
 
 @contextmanager
-def _nothing_left_behind() -> Iterator[list[Path]]:
-    """Remove the run folder a refused run has just made: loggers write into it before the first batch is seen."""
-    created: list[Path] = []
-    try:
-        yield created
-    except UserError:
-        for folder in created:
-            if not any(folder.glob("checkpoints/*")) and not (folder / "metrics.csv").exists():
-                shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-@contextmanager
-def _own_argv() -> Iterator[None]:
-    """Hide the process's own words: LightningCLI warns when it is given arguments besides them."""
+def _own_argv(arguments: list[str]) -> Iterator[None]:
+    """Make the run's words the process's own: Lightning starts the other ranks of a machine with them."""
     before = sys.argv
-    sys.argv = before[:1]
+    sys.argv = [*before[:1], *arguments]
     try:
         yield
     finally:

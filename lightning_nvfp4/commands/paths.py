@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 
 from lightning_nvfp4.errors import UserError
@@ -51,3 +52,12 @@ def find_config(name: str | Path) -> Path:
         f"configuration file {str(name)!r} does not exist.{hint} Packaged with nvfp4: {', '.join(listed)}. Give one of "
         "these, or the path of your own."
     )
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Raise a `UserError` where `folder` is not there and cannot be made, or cannot be written."""
+    nearest = next((place for place in (folder, *folder.parents) if place.exists()), Path())
+    if not nearest.is_dir():
+        raise UserError(f"{option} {str(folder)!r}: {str(nearest)!r} is a file: give a folder.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{option} {str(folder)!r}: {str(nearest)!r} cannot be written: give another folder.")

@@ -92,13 +92,27 @@ def _check_folder(out: Path, values: dict[str, Any]) -> None:
         if out.exists() and any(name for name in os.listdir(out) if name != ".lock"):
             raise UserError(f"--out {out} is not empty and holds no pipeline: give a new folder.")
         return
-    lines = differences(json.loads(file.read_text(encoding="utf-8"))["configuration"], values)
+    lines = differences(_read_record(file)["configuration"], values)
     if lines:
         more = f"\n  and {len(lines) - 12} more" if len(lines) > 12 else ""
         raise UserError(
             f"--out {out} holds the results of another configuration:\n  " + "\n  ".join(lines[:12]) + more + "\n"
             "Give another --out to keep both, or --restart to delete these and begin anew."
         )
+
+
+def _read_record(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(content["configuration"], dict) and all("name" in arm for arm in content["arms"]):
+            return content
+        reason = "fields of other types"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = repr(error)
+    raise UserError(
+        f"{file} is no record of a pipeline ({reason}): give another --out, or --restart to delete the results and begin "
+        "anew."
+    )
 
 
 def _restart(out: Path) -> None:
@@ -112,7 +126,7 @@ def _restart(out: Path) -> None:
 def _save_record(out: Path, pipeline: Pipeline, names: list[str], values: dict[str, Any]) -> None:
     """Write what the folder holds: for the next start, which compares, and for the report, which reads the names."""
     file = out / _RECORD
-    old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    old = _read_record(file) if file.is_file() else {}
     arms = [arm["name"] for arm in old.get("arms", [])]
     content = {
         "arms": [{"name": name} for name in [*names, *(arm for arm in arms if arm not in names)]],

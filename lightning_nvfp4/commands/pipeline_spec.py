@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from lightning_nvfp4.commands.paths import find_config
-from lightning_nvfp4.commands.yaml_files import read_mapping
-from lightning_nvfp4.errors import UserError, unknown
+from lightning_nvfp4.commands.yaml_files import block_scaled, read_mapping
+from lightning_nvfp4.errors import UserError, check_types, unknown
 from lightning_nvfp4.recipe import PRESETS, load_recipe
 
 
@@ -128,6 +128,7 @@ def _check(value: Any, kind: type, where: str, required: tuple[str, ...]) -> Non
     for key in required:
         if not value.get(key):
             raise UserError(f"{where}: {key!r} is missing or empty: add it; see recipes/pipeline.yaml.")
+    check_types(value, kind, where)
 
 
 def _check_values(pipeline: Pipeline, path: str) -> None:
@@ -148,8 +149,6 @@ def _check_values(pipeline: Pipeline, path: str) -> None:
         value = getattr(pipeline, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UserError(f"{path}: {key} = {value!r} must be a whole number, at least {least}.")
-    if not isinstance(pipeline.arms, list) or not all(isinstance(arm, str) for arm in pipeline.arms):
-        raise UserError(f"{path}: arms = {pipeline.arms!r} must be a list of precision names or overlay files.")
     for overlay in pipeline.overlays:
         find_config(overlay)
     if pipeline.eval is None:
@@ -174,12 +173,7 @@ def load_arm(name: str) -> Arm:
     if not name.endswith((".yaml", ".yml")):
         raise unknown("arm", name, PRESETS, "Give one of these, or the path of an overlay YAML.")
     path = find_config(name)
-    trainer = read_mapping(path).get("trainer") or {}
-    precision, overrides = trainer.get("precision"), None
-    for plugin in trainer.get("plugins") or []:
-        init = plugin.get("init_args") or {}
-        if str(plugin.get("class_path", "")).endswith("BlockScaledPrecision"):
-            precision, overrides = init.get("preset", "nvfp4-hybrid"), init.get("overrides")
+    precision, overrides = block_scaled(read_mapping(path), str(path))
     if precision not in PRESETS:
         raise UserError(
             f"{path}: sets no block-scaled precision (found {precision!r}): give trainer.precision, or a "

@@ -196,4 +196,8 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "fit":  # another rank of a stage on several devices, started by Lightning
+        from lightning_nvfp4 import cli
+
+        sys.exit(cli.main(sys.argv[1:]))
     sys.exit(main(sys.argv[1]))

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_nvfp4.commands.parser import Parser
 from lightning_nvfp4.commands.paths import find_config
-from lightning_nvfp4.commands.yaml_files import read_mapping
+from lightning_nvfp4.commands.yaml_files import block_scaled, read_mapping
 from lightning_nvfp4.errors import UserError, unknown
 from lightning_nvfp4.recipe import PRESETS, GemmRecipe, QuantSpec, Recipe, load_recipe
 from lightning_nvfp4.selection import Decision, select
@@ -55,17 +55,11 @@ def find_recipe(sections: Iterable[Mapping[str, Any]], precision: str | None) ->
         return load_recipe(precision)
     recipe = load_recipe("nvfp4-hybrid")
     for section in sections:
-        trainer = section.get("trainer") or {}
-        named = trainer.get("precision")
+        named, overrides = block_scaled(section, "the configuration")
         if named is not None:
             if named not in PRESETS:
                 raise unknown("trainer.precision: block-scaled precision", named, PRESETS, "Or give --precision.")
-            recipe = load_recipe(named)
-        plugins = trainer.get("plugins") or []
-        for plugin in plugins if isinstance(plugins, list) else [plugins]:
-            if isinstance(plugin, Mapping) and str(plugin.get("class_path", "")).endswith("BlockScaledPrecision"):
-                init = plugin.get("init_args") or {}
-                recipe = load_recipe(init.get("preset", "nvfp4-hybrid"), init.get("overrides"))
+            recipe = load_recipe(named, overrides)
     return recipe
 
 

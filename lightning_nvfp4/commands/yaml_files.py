@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,32 @@ def read_mapping(path: Path) -> dict[str, Any]:
         if key in seen:
             raise UserError(f"{path}, line {line}: key {key!r} is given twice: keep one of them.")
         seen.add(key)
+    return value
+
+
+def block_scaled(section: Mapping[str, Any], where: str) -> tuple[str | None, Any]:
+    """Return the precision that a configuration sets, by name or by a `BlockScaledPrecision` plugin, and its overrides.
+
+    Raises:
+        UserError: the section of the trainer, or of the plugin, is no mapping, or the precision is no text.
+    """
+    trainer = _mapping(section.get("trainer"), f"{where}: trainer")
+    precision, overrides = trainer.get("precision"), None
+    plugins = trainer.get("plugins") or []
+    for plugin in plugins if isinstance(plugins, list) else [plugins]:
+        if isinstance(plugin, Mapping) and str(plugin.get("class_path", "")).endswith("BlockScaledPrecision"):
+            init = _mapping(plugin.get("init_args"), f"{where}: trainer.plugins.init_args")
+            precision, overrides = init.get("preset", "nvfp4-hybrid"), init.get("overrides")
+    if precision is not None and not isinstance(precision, str):
+        raise UserError(f"{where}: the precision is {precision!r}: give one name.")
+    return precision, overrides
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where} = {value!r} must be a mapping of fields.")
     return value
 
 

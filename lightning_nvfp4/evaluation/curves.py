@@ -73,8 +73,8 @@ def read_curves(path: Path) -> dict[str, Curve]:
     try:
         with path.open(newline="", encoding="utf-8") as stream:
             rows = list(csv.DictReader(stream))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}). A training run writes it.") from error
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: cannot be read ({error}). A training run writes it.") from error
     if rows and "step" not in rows[0]:
         raise UserError(f"{path}: no column step: not the metrics of a training run.")
     points: dict[str, dict[int, float]] = {}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import glob
-import gzip
-import json
 from pathlib import Path
 from typing import Any
 
 from lightning_nvfp4.errors import UserError, unknown
 from lightning_nvfp4.lm.data.embedded import eval_documents
+from lightning_nvfp4.lm.data.readers import JsonLinesReader
 
 Rows = list[dict[str, Any]]
 
@@ -38,6 +37,8 @@ def load_documents(source: dict[str, Any], where: str, *, seed: int, count: int 
     if "test" not in source:
         raise UserError(f"{where}: documents has no field test: name a JSON Lines file, or embedded: TASK.")
     wanted = source.get("where", {})
+    if not isinstance(wanted, dict):
+        raise UserError(f"{where}: documents.where = {wanted!r} must be a mapping of field: value.")
     splits = {}
     for split in ("test", "fewshot"):
         if split in source:
@@ -59,22 +60,9 @@ def _hub(source: dict[str, Any], where: str) -> Rows:
 
 
 def _read(pattern: str, where: str) -> Rows:
+    if not isinstance(pattern, str):
+        raise UserError(f"{where}: documents has the file {pattern!r}: name a JSON Lines file.")
     paths = sorted(glob.glob(pattern))
     if not paths:
         raise UserError(f"{where}: no file {pattern!r} below {Path.cwd()}: run from where it is, or correct the path.")
-    rows = []
-    for path in paths:
-        with (
-            gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else open(path, encoding="utf-8") as stream
-        ):
-            for number, line in enumerate(stream, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise UserError(f"{path}, line {number}: not JSON ({error}). Mend or remove the line.") from error
-                if not isinstance(row, dict):
-                    raise UserError(f"{path}, line {number}: need an object, got {type(row).__name__}.")
-                rows.append(row)
-    return rows
+    return [row for path in paths for row in JsonLinesReader(Path(path), None)]

@@ -80,8 +80,11 @@ def evaluate(
         model = model.to(_device(device)).eval()
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            raise UserError(f"checkpoint {source!r} has no tokenizer: {error}. Save one beside the model.") from error
+        except Exception as error:  # the libraries raise whatever a damaged file makes them raise
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"checkpoint {source!r} has no tokenizer that can be loaded: {reason}. Save one beside the model."
+            ) from error
         start = time.monotonic()
         judge = partial(judge_programs, allow_unsafe=allow_unsafe_code) if allow_code_execution else None
         with inference(model, precision, overrides=overrides, backend=backend) as report:

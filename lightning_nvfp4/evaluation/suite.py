@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import yaml
 
-from lightning_nvfp4.errors import UserError, unknown
+from lightning_nvfp4.errors import UserError, check_types, unknown
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,9 @@ class Definition:
     plain: dict[str, Any] = field(default_factory=dict)
 
 
+_LEAST = {"batch_size": 1, "max_length": 1, "count": 1, "limit": 1}
+
+
 def load_suite(path: str | Path) -> Suite:
     """Read an evaluation configuration.
 
@@ -88,8 +91,8 @@ def load_suite(path: str | Path) -> Suite:
     """
     path = Path(path)
     content = _read_yaml(path)
-    _check(content, Suite, str(path), exclude=("folder",))
     tasks = content.pop("tasks", None)
+    _check(content, Suite, str(path), exclude=("folder",))
     if not isinstance(tasks, dict) or not tasks:
         raise UserError(f"{path}: tasks is {tasks!r}: list at least one task by name.")
     specs = {}
@@ -105,10 +108,7 @@ def load_suite(path: str | Path) -> Suite:
         if spec.stock is not None and spec.code:
             raise UserError(f"{where}: a stock task cannot run code here: give a definition with judge: code.")
         specs[str(name)] = spec
-    suite = Suite(**{"name": path.stem, **content}, tasks=specs, folder=path.resolve().parent)
-    if not isinstance(suite.batch_size, int) or suite.batch_size < 1:
-        raise UserError(f"{path}: batch_size is {suite.batch_size!r}: need a positive whole number.")
-    return suite
+    return Suite(**{"name": path.stem, **content}, tasks=specs, folder=path.resolve().parent)
 
 
 def load_definition(path: Path) -> Definition:
@@ -131,8 +131,8 @@ def load_definition(path: Path) -> Definition:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}). Name an existing YAML file.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}). Name an existing UTF-8 YAML file.") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not YAML: {error}") from error
     if not isinstance(content, dict):
@@ -142,6 +142,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _check(content: dict[str, Any], kind: type, where: str, exclude: tuple[str, ...] = ()) -> None:
     known = [f.name for f in fields(kind) if f.name not in exclude]
-    for name in content:
+    for name, value in content.items():
         if name not in known:
             raise unknown(f"{where}: field", name, known)
+        if type(value) is int and value < _LEAST.get(name, 0):
+            raise UserError(f"{where}: {name} is {value}: need at least {_LEAST.get(name, 0)}.")
+    check_types(content, kind, where)

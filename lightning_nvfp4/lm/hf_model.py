@@ -128,11 +128,22 @@ def load_model(pretrained: str | os.PathLike[str]) -> PreTrainedModel:
             )
         supports_sdpa = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
         attention = "sdpa" if supports_sdpa else "eager"
-        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation=attention)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+        )
     except UserError:
         raise
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"pretrained is {source!r}: transformers cannot load it: {error}") from error
+    except Exception as error:  # the libraries raise whatever a damaged file makes them raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"pretrained is {source!r}: transformers cannot load it: {reason}. Check the folder, or export it again."
+        ) from error
+    if missing := sorted(loaded["missing_keys"]):
+        raise UserError(
+            f"pretrained is {source!r}: its weights lack {len(missing)} tensors of a {type(model).__name__} "
+            f"({', '.join(missing[:3])}), which would be random. Give a whole checkpoint of this architecture."
+        )
+    return model
 
 
 def router_options(model: PreTrainedModel, load_balance: bool) -> dict[str, bool]:

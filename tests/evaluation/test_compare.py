@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,21 @@ def test_errors(tmp_path: Path) -> None:
     other.write_text("{")
     with pytest.raises(UserError, match="no readable evaluation result"):
         read_result(other)
+
+
+def test_line_ends_inside_an_answer_are_read_back(tmp_path: Path) -> None:
+    text = "a\u2028b\x85c\n"
+    samples = tuple(Sample("word", "exact_match", str(i), 1.0, response=text) for i in range(2))
+    path = replace(result("bf16-gemm", BASE), samples=samples).write(tmp_path / "a.json")
+    assert read_result(path).samples == samples
+
+
+@pytest.mark.parametrize("change", [{"scores": [1]}, {"scores": None}, {"more": 1}, {"notes": 1}, {"scores": []}])
+def test_a_damaged_result_is_named(change: dict, tmp_path: Path) -> None:
+    path = result("bf16-gemm", BASE).write(tmp_path / "a.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError, match=r"a\..*Evaluate again"):
+        read_result(path)
 
 
 def write_metrics(path: Path, losses: list[float], val: float | None = None) -> Path:

@@ -70,7 +70,7 @@ def test_files_with_few_shot_examples(checkpoint: Path, tmp_path: Path, monkeypa
     for sample in result.samples:
         assert sample.prompt.count("Question: train") == 2 and sample.prompt.count("Question: test") == 1
     (tmp_path / "data" / "gsm8k" / "test.jsonl").write_text('{"question": "a"}\n{"question"\n')
-    with pytest.raises(UserError, match="test.jsonl, line 2: not JSON"):
+    with pytest.raises(UserError, match="test.jsonl, line 2: not valid JSON"):
         evaluate(checkpoint, path, "bf16-gemm", tmp_path / "r.json", progress=False)
     (tmp_path / "data" / "gsm8k" / "test.jsonl").unlink()
     with pytest.raises(UserError, match="no file 'data/gsm8k/test.jsonl'"):

@@ -116,7 +116,12 @@ def test_the_plain_form_and_another_seed(checkpoint: Path, tmp_path: Path) -> No
         ("tasks: {a: {stock: humaneval, code: true}}", "judge: code"),
         ("tasks: {a: {definition: nowhere.yaml}}", "nowhere.yaml: cannot be read"),
         ("tasks: [", "not YAML"),
-        ("batch_size: 0\ntasks: {a: {stock: b}}", "batch_size"),
+        ("batch_size: 0\ntasks: {a: {stock: b}}", "batch_size is 0: need at least 1"),
+        ("batch_size: x\ntasks: {a: {stock: b}}", "batch_size is 'x': need a whole number"),
+        ("chat_template: perhaps\ntasks: {a: {stock: b}}", "chat_template is 'perhaps': need true or false"),
+        ("tasks: {a: {definition: 5}}", "tasks.a: definition is 5: need text or null"),
+        ("tasks: {a: {stock: b, limit: -1}}", "tasks.a: limit is -1: need at least 1"),
+        ("tasks: {a: {stock: b, count: many}}", "tasks.a: count is 'many'"),
     ],
 )
 def test_a_bad_suite_names_the_field(text: str, message: str, tmp_path: Path) -> None:

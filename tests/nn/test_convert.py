@@ -1,12 +1,14 @@
 """Conversion in place: what changes, what must not, and the way back."""
 
 import copy
+import io
 import json
 
 import pytest
 import torch
 from tiny_models import tiny_model, tokens
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from lightning_nvfp4 import PRESETS, cached_weights, convert, inference, restore
 from lightning_nvfp4.errors import UserError
@@ -127,6 +129,52 @@ def test_inference_converts_for_its_scope_only():
         assert report.context.weight_cache
     assert not torch.equal(inside, before)
     assert torch.equal(model(tokens()).logits, before)
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.0", "model.layers.0.self_attn"])
+def test_inference_inside_training_leaves_the_conversion_as_it_was(part):
+    model = tiny_model(experts="grouped_mm")
+    before = model(tokens()).logits
+    convert(model, "nvfp4-hybrid")
+    converted = model(tokens()).logits
+    context = context_of(model)
+    with inference(model.get_submodule(part), "bf16-gemm"):
+        pass
+    assert torch.equal(model(tokens()).logits, converted) and context_of(model) is context
+    convert(model.get_submodule(part), "bf16-gemm")
+    assert not torch.equal(model(tokens()).logits, before)
+    restore(model)
+    assert torch.equal(model(tokens()).logits, before)
+    assert model.config._experts_implementation == "grouped_mm"
+
+
+def test_a_converted_model_is_pickled_whole():
+    model = tiny_model()
+    convert(model, "nvfp4-hybrid")
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    again = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    assert [type(m) for m in again.modules()] == [type(m) for m in model.modules()]
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+
+
+@pytest.mark.parametrize("when", ["before", "while converted", "until converted"])
+def test_parametrized_layers_stay_so(when):
+    model = nn.Sequential(nn.Linear(32, 32))
+    if when != "while converted":
+        parametrizations.weight_norm(model[0])
+    convert(model, "mxfp8")
+    if when == "while converted":
+        parametrizations.weight_norm(model[0])
+    if when == "until converted":
+        parametrize.remove_parametrizations(model[0], "weight")
+    model(torch.randn(4, 32)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    restore(model)
+    assert not isinstance(model[0], BlockScaledLinear)
+    assert parametrize.is_parametrized(model[0]) == (when != "until converted")
+    x = torch.randn(4, 32)
+    assert torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
 
 
 def test_cached_weights_see_no_change_inside_and_every_change_after():

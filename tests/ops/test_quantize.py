@@ -159,11 +159,42 @@ def test_nearest_is_nearest_over_a_dense_grid(element: ElementFormat) -> None:
         (lambda: quantize(torch.ones(4), QuantSpec("mxfp8"), amax=torch.tensor(1.0)), "no tensor scale"),
         (lambda: quantize_values(torch.ones(4), QuantSpec("mxfp8"), amax=torch.tensor(1.0)), "no tensor scale"),
         (lambda: quantize(torch.ones(4, 32), QuantSpec(), amax=torch.ones(3, 1)), "broadcast"),
+        (lambda: quantize(torch.eye(32).to_sparse(), QuantSpec()), "dense"),
+        (lambda: quantize([1.0], QuantSpec()), "of type list"),  # pyright: ignore[reportArgumentType]
+        (lambda: quantize(torch.ones(4), "nvfp4"), "QuantSpec"),  # pyright: ignore[reportArgumentType]
+        (lambda: quantize(torch.ones(4), QuantSpec(), seed=1.5), "seed = 1.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: quantize(torch.ones(4), QuantSpec(), seed=torch.tensor([1, 2])), "shape"),
+        (lambda: quantize(torch.ones(4), QuantSpec(), seed=torch.tensor(1.5)), "float32"),
     ],
 )
 def test_user_errors(call, words: str) -> None:
     with pytest.raises(UserError, match=words):
         call()
+
+
+VIEWS = {
+    "transposed": lambda x: x.t().contiguous().t(),
+    "strided": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "negated": lambda x: torch._neg_view(-x),
+    "imaginary part of a conjugate": lambda x: torch.complex(x, -x).conj().imag,
+    "with a graph": lambda x: x.clone().requires_grad_() * 1,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_view_gives_the_bits_of_its_copy(view: str, dim: int) -> None:
+    x = torch.randn(20, 40)
+    for spec in (QuantSpec(), QuantSpec(hadamard=16), QuantSpec("mxfp8", rounding="stochastic")):
+        q, expected = (quantize(t, spec, dim=dim, seed=3) for t in (VIEWS[view](x), x))
+        assert_codes_equal(q.codes, expected.codes)
+        assert_codes_equal(q.block_scale, expected.block_scale)
+
+
+def test_mapped_over_a_dim() -> None:
+    x = torch.randn(3, 5, 40)
+    mapped = torch.vmap(lambda t: quantize(t, QuantSpec("mxfp8")).dequantize())(x)
+    assert_values_equal(mapped, quantize(x, QuantSpec("mxfp8")).dequantize())
 
 
 def test_a_dim_that_does_not_exist() -> None:

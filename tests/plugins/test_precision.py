@@ -14,6 +14,7 @@ from torch import nn
 import lightning_nvfp4
 from lightning_nvfp4 import PRESETS, BlockScaledPrecision
 from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.nn.convert import context_of
 from lightning_nvfp4.nn.linear import BlockScaledLinear
 from lightning_nvfp4.plugins.precision import FabricBlockScaledPrecision
 
@@ -68,6 +69,41 @@ def test_fabric_takes_names_and_instances():
             losses.append(loss.item())
         assert losses[2] < losses[0]
         assert fabric._precision.state_dict() == {"step": 3}
+
+
+def test_fabric_with_two_models_seeds_and_restores_both():
+    fabric = lightning.Fabric(precision="nvfp4-hybrid", accelerator="cpu", devices=1)
+    plain = [nn.Linear(32, 32), nn.Linear(32, 32)]
+    pairs = [fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in plain]
+    seeds = []
+    for _ in range(2):
+        for net, optimizer in pairs:
+            fabric.backward(net(torch.randn(4, 32)).sum())
+            optimizer.step()
+            seeds.append(context_of(net).step_seed)
+    assert len(set(seeds)) == 4
+    assert context_of(plain[0]).step_seed != context_of(plain[1]).step_seed
+    fabric._precision.teardown()
+    assert all(type(net) is nn.Linear for net in plain)
+
+
+@pytest.mark.parametrize("preset", ["nvfp4-hybrid", "nvfp4"])
+def test_fabric_recomputes_what_several_forwards_of_one_backward_did(preset):
+    states = []
+    for recompute in (False, True):
+        fabric = lightning.Fabric(precision=preset, accelerator="cpu", devices=1)
+        model = tiny_model()
+        if recompute:
+            model.activation_checkpointing_enable()
+        model.train()
+        net, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(2):
+            optimizer.zero_grad()
+            losses = [net(input_ids=batch, labels=batch).loss for batch in (tokens(seed=step), tokens(seed=9 + step))]
+            fabric.backward(losses[0] + losses[1])
+            optimizer.step()
+        states.append(copy.deepcopy(model.state_dict()))
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
 def test_pytorch_lightning_works_as_lightning_does():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
-from lightning_nvfp4.errors import unknown
+from lightning_nvfp4.errors import UserError, unknown
 from lightning_nvfp4.lm.data.stdlib_text import stdlib_documents
 from lightning_nvfp4.lm.data.tasks import (
     FACTS,
@@ -47,6 +47,7 @@ STYLE_NOISE = 0.5
 """Share of SFT answers in a style that no verifier accepts, or without the working."""
 
 _NUMBERS = tuple(str(n) for n in range(1, 10))
+_MOST_REPEATED = 10_000  # draws in a row that gave nothing new: there is nothing more
 _PAGE_CHARACTERS = 300
 _STDLIB_MEAN_CHARACTERS = 520
 _TASKS: dict[str, Callable[[Random, Split], Task]] = {"word": draw_word, "choice": draw_choice, "code": draw_code}
@@ -186,8 +187,12 @@ def eval_documents(task: str, seed: int, count: int) -> list[dict[str, Any]]:
     kind, split = _EVALUATIONS[task]
     rng = Random(f"eval {task} {seed}")
     rows: dict[str, dict[str, Any]] = {}
+    repeated = 0
     while len(rows) < count:
         item = _TASKS[kind](rng, split)
+        repeated = repeated + 1 if item.question in rows else 0
+        if repeated == _MOST_REPEATED:
+            raise UserError(f"the embedded task {task!r} has {len(rows)} items, of which count = {count} asks: lower it.")
         rows.setdefault(item.question, _row(kind, item))
     return list(rows.values())
 

@@ -11,6 +11,7 @@ import gzip
 import io
 import itertools
 import json
+import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ MAX_PARAGRAPH_CHARACTERS = 1 << 20
 
 _PARQUET_ROWS = 512
 _SNIPPET = 60
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Reader(ABC):
@@ -129,9 +131,11 @@ class JsonLinesReader(_LineReader):
             found = line if len(line) <= _SNIPPET else line[:_SNIPPET] + "..."
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
+                syntax = isinstance(error, json.JSONDecodeError)
+                what = f"{error.msg} at column {error.colno}" if syntax else str(error)
                 raise UserError(
-                    f"{self.where()}: not valid JSON ({error.msg} at column {error.colno}), found {found!r}. "
+                    f"{self.where()}: not valid JSON ({what}), found {found!r}. "
                     "Each line must be one JSON object: mend or delete the line (a cut last line means a cut file)."
                 ) from error
             if not isinstance(row, dict):
@@ -139,8 +143,21 @@ class JsonLinesReader(_LineReader):
                     f"{self.where()}: a JSON {type(row).__name__}, found {found!r}. Each line must be one JSON object "
                     'such as {"text": "..."}.'
                 )
+            if _SURROGATE.search(line):
+                self._check_text(row)
             return row
         raise StopIteration
+
+
+    def _check_text(self, row: Row) -> None:
+        """Refuse half of a surrogate pair: it is no character, and no tokenizer takes it."""
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            raise UserError(
+                f"{self.where()}: {half} is half of a surrogate pair, which is no character. Mend or delete the line."
+            ) from error
 
 
 class TextReader(_LineReader):

@@ -176,6 +176,16 @@ def test_the_log_is_bounded_and_rewound_at_resume(tmp_path: Path) -> None:
     assert log.path.read_text() == lines[0] + "\n"
 
 
+def test_line_ends_inside_a_completion_and_damaged_rows_do_not_stop_a_resume(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path / "rollouts.jsonl")
+    for step in range(2):
+        log.append([{"step": step, "completion": "a\u2028b\x85c\x1dd"}])
+    kept = log.path.read_bytes().splitlines(keepends=True)[0]
+    log.path.write_bytes(log.path.read_bytes() + b"\0\0\n\xff\n[]\n")
+    log.rewind(1)
+    assert log.path.read_bytes() == kept
+
+
 def test_training_stops_at_a_threshold(moe_fields, prompt_data, make_trainer) -> None:
     module = policy(moe_fields, abort=AbortThresholds(min_entropy=10.0))
     with pytest.raises(UserError, match=r"RL stopped at step 0: rl/entropy is [34]\.\d+, abort.min_entropy is 10"):
