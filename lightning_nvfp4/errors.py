@@ -15,7 +15,7 @@ class UserError(ValueError):
 def unknown(kind: str, name: object, known: Iterable[str], cure: str = "") -> UserError:
     """Return a `UserError` for a name that is none of `known`, with the nearest one as a suggestion."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     tail = f" {cure}" if cure else ""
     return UserError(f"{kind} {name!r} is unknown.{hint} Known: {', '.join(names)}.{tail}")
@@ -39,7 +39,9 @@ def check_types(content: Mapping[str, Any], kind: type, where: str) -> None:
     hints = get_type_hints(kind)
     for name, value in content.items():
         hint = hints[name]
-        kinds = [get_origin(choice) or choice for choice in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
+        kinds = [
+            get_origin(choice) or choice for choice in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
+        ]
         if all(choice in _WORDS for choice in kinds) and type(value) not in kinds:
             raise UserError(f"{where}: {name} is {value!r}: need {' or '.join(_WORDS[choice] for choice in kinds)}.")
         if get_args(hint) == (str,) and not all(isinstance(item, str) for item in value):

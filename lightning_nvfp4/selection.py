@@ -89,9 +89,10 @@ def select(model: nn.Module, recipe: Recipe) -> list[Decision]:
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, Literal["linear", "experts", "router"]]]:
     for path, module in model.named_modules():
-        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+        lazy: Any = module
+        if isinstance(lazy, LazyModuleMixin) and lazy.has_uninitialized_params():  # type: ignore[misc]
             raise UserError(
-                f"{path or 'the model'} is a {type(module).__name__} whose sizes are not known yet: run one batch through "
+                f"{path or 'the model'} is a {type(module).__name__} whose sizes are not known: run a batch through "
                 "the model, or give its sizes, before it is converted."
             )
         if is_experts(module):

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from omegaconf.errors import OmegaConfBaseException
 
 from lightning_nvfp4.callbacks import NonfiniteGuard
 from lightning_nvfp4.commands.config_errors import explain
@@ -34,7 +35,8 @@ from lightning_nvfp4.lm.model import CausalLM
 from lightning_nvfp4.plugins.checkpoint_io import AtomicCheckpointIO
 
 _PEEK_ROWS = 16
-_LIGHTNING = f"{os.sep}lightning{os.sep}"
+_LIGHTNING, _PARSER = f"{os.sep}lightning{os.sep}", f"{os.sep}jsonargparse{os.sep}"
+_LONGEST = 800
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 # Advice of the libraries that does not apply to a run of ours.
 _QUIET = (
@@ -102,10 +104,16 @@ class RunCLI(LightningCLI):
         section = self.config[str(self.subcommand)]
         checkpoint = section.get("ckpt_path")
         named = checkpoint in ("last", "best", "hpc", "registry") or str(checkpoint).startswith("registry:")
+        root = Path(section["trainer"].get("default_root_dir") or ".")
+        if checkpoint == "last" and not any(root.rglob("last*.ckpt")):
+            raise UserError(
+                f"ckpt_path = 'last': {root} holds no checkpoint last.ckpt to continue. Leave --ckpt_path out: the run "
+                "then starts as its recipe says."
+            )
         if checkpoint and not named and not Path(checkpoint).exists():
             raise UserError(
                 f"ckpt_path = {str(checkpoint)!r}: there is no such checkpoint. Run the stage that writes it first, or "
-                "give the path of another one; leave ckpt_path out to start anew."
+                "give the path of another one; --ckpt_path null starts anew."
             )
 
     def before_fit(self) -> None:
@@ -118,6 +126,9 @@ class RunCLI(LightningCLI):
             next(iter(data.examples(data._train, seed=None, shuffle_rows=_PEEK_ROWS, repeat=False)(None)), None)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        for name in ("accumulate_grad_batches", "check_val_every_n_epoch"):
+            if config.get(name) is not None and config[name] < 1:
+                raise UserError(f"trainer.{name} = {config[name]} must be at least 1.")
         root = config.get("default_root_dir") or "."
         config["default_root_dir"] = root
         if self._fits and rank_zero_only.rank == 0 and "://" not in str(root):
@@ -168,12 +179,12 @@ def run(arguments: list[str], extra_callbacks: list[Callback] | None = None) -> 
         except UserError:
             raise
         except Exception as error:
-            if explained := _mistake(error):
+            if explained := _mistake(error, arguments):
                 raise explained from error
             raise
 
 
-def _mistake(error: Exception) -> UserError | None:
+def _mistake(error: Exception, arguments: list[str]) -> UserError | None:
     """Return what an exception of the libraries says about the configuration or the checkpoint, if it is about them."""
     # jsonargparse wraps what a constructor says about its arguments into a text about unions of types.
     cause: BaseException | None = error
@@ -181,14 +192,22 @@ def _mistake(error: Exception) -> UserError | None:
         if isinstance(cause, UserError):
             return cause
         cause = cause.__cause__ or cause.__context__
-    text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
+    # Of a text about every type of a union, the line that knows the mistake.
+    telling = [line.strip(" -") for line in str(error).splitlines() if "Did you mean" in line]
+    text = " ".join((telling[0] if telling else str(error)).split())[:_LONGEST]
+    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    words = " ".join(arguments).replace("--ckpt_path=", "--ckpt_path ").partition("--ckpt_path ")[2].split()
+    checkpoint = f"ckpt_path = {words[0]!r}" if words else "ckpt_path"
     if isinstance(error, RuntimeError) and text.startswith("Error(s) in loading state_dict"):
-        return UserError(f"ckpt_path: the checkpoint is of another model. {text[:600]} Give the model that wrote it.")
-    *_, innermost = traceback.extract_tb(error.__traceback__)
-    # What Lightning itself raises is about its arguments; an error in a model or a reward comes from deeper down.
-    ours_to_explain = isinstance(error, MisconfigurationException | ValueError | TypeError | KeyError)
-    if isinstance(error, MisconfigurationException) or (ours_to_explain and _LIGHTNING in innermost.filename):
-        return UserError(f"{text} Mend that field of the configuration, or the checkpoint.")
+        return UserError(f"{checkpoint}: the checkpoint is of another model. {text} Give the model that wrote it.")
+    if isinstance(error, KeyError) and _LIGHTNING in innermost:
+        return UserError(
+            f"{checkpoint}: no checkpoint of a Trainer, it has no entry {text}. Give one that a fit wrote."
+        )
+    # What these raise themselves is about their arguments; an error in a model or a reward comes from deeper down.
+    theirs = isinstance(error, ValueError | TypeError) and (_LIGHTNING in innermost or _PARSER in innermost)
+    if theirs or isinstance(error, MisconfigurationException | OmegaConfBaseException):
+        return UserError(f"{text} Mend that field of the configuration.")
     return None
 
 
@@ -207,6 +226,8 @@ def _resolve_configs(arguments: list[str]) -> tuple[list[str], list[Path]]:
         section = read_mapping(path)
         if "stages" in section:
             raise UserError(f"{path} describes a pipeline: run it with `nvfp4 pipeline --config {value}`.")
+        if not section:
+            continue  # the parser does not take an empty file
         files.append(path)
         resolved += ["--config", str(path)]
     return resolved, files

@@ -110,8 +110,8 @@ def _read_record(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = repr(error)
     raise UserError(
-        f"{file} is no record of a pipeline ({reason}): give another --out, or --restart to delete the results and begin "
-        "anew."
+        f"{file} is no record of a pipeline ({reason}): give another --out, or --restart to delete the results and "
+        "begin anew."
     )
 
 

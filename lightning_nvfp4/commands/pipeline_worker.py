@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import importlib
 import json
 import os
 import signal
@@ -197,7 +198,5 @@ def _die_with_parent() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "fit":  # another rank of a stage on several devices, started by Lightning
-        from lightning_nvfp4 import cli
-
-        sys.exit(cli.main(sys.argv[1:]))
+        sys.exit(importlib.import_module("lightning_nvfp4.cli").main(sys.argv[1:]))
     sys.exit(main(sys.argv[1]))

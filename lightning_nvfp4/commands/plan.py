@@ -70,14 +70,20 @@ def find_model(sections: Iterable[Mapping[str, Any]], where: str) -> tuple[dict[
         UserError: no configuration describes a model.
     """
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     fields: dict[str, Any] | None = None
     pretrained: str | None = None
     for section in sections:
         model = section.get("model") or {}
         init = model.get("init_args", model) if isinstance(model, Mapping) else {}
+        if not isinstance(init, Mapping):
+            raise UserError(f"{where}: model.init_args = {init!r} must be a mapping of fields.")
         if isinstance(init.get("model"), Mapping):
-            resolved = OmegaConf.to_container(OmegaConf.create({"model": dict(init["model"])}), resolve=True)
+            try:
+                resolved = OmegaConf.to_container(OmegaConf.create({"model": dict(init["model"])}), resolve=True)
+            except OmegaConfBaseException as error:
+                raise UserError(f"{where}: model: {' '.join(str(error).split())}. Mend that value.") from error
             assert isinstance(resolved, dict)
             fields, pretrained = resolved["model"], None
         elif init.get("pretrained"):

@@ -43,16 +43,17 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"trainer.default_root_dir = {str(root)!r}: another fit is writing it. Wait for it, or give another folder."
+                f"trainer.default_root_dir = {str(root)!r}: another fit is writing it. Wait for it, "
+                "or give another folder."
             ) from None
         except OSError:  # a file system without locks
             pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Unlock; remove the folder a refused run has made: loggers write into it before the first batch is seen."""
+        """Unlock; remove the folder that a run made which failed before its first step: loggers write at once."""
         if self._lock is not None:
             os.close(self._lock)
-        if not self._created or not isinstance(error, UserError):
+        if not self._created or not isinstance(error, Exception):
             return
         root, *parents = self._created
         if not any(root.glob("checkpoints/*")) and not (root / "metrics.csv").exists():

@@ -35,7 +35,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds a {type(value).__name__}, expected a mapping of 'key: value' lines.")
     seen: set[str] = set()
-    for key, line in _keys(root, ""):
+    try:
+        keys = list(_keys(root, ""))
+    except RecursionError as error:
+        raise UserError(f"{path}: an alias (*name) stands inside what it names: write its value out.") from error
+    for key, line in keys:
         if key in seen:
             raise UserError(f"{path}, line {line}: key {key!r} is given twice: keep one of them.")
         seen.add(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -65,4 +66,8 @@ def _read(pattern: str, where: str) -> Rows:
     paths = sorted(glob.glob(pattern))
     if not paths:
         raise UserError(f"{where}: no file {pattern!r} below {Path.cwd()}: run from where it is, or correct the path.")
-    return [row for path in paths for row in JsonLinesReader(Path(path), None)]
+    rows: Rows = []
+    for path in paths:
+        with closing(JsonLinesReader(Path(path), None)) as reader:
+            rows.extend(reader)
+    return rows

@@ -138,7 +138,7 @@ def read_result(path: str | os.PathLike[str], *, samples: bool = True) -> EvalRe
     strangers = {(s.task, s.metric) for s in result.samples} - {(s.task, s.metric) for s in result.scores}
     if strangers:
         raise UserError(
-            f"{samples_path(path)}: has documents of {min(strangers)}, of which {path.name} has no score: the two files "
+            f"{samples_path(path)}: has documents of {min(strangers)}, of which {path.name} has no score: the files "
             "are of different evaluations. Evaluate again."
         )
     return result

@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lightning_nvfp4.errors import UserError, unknown
+from lightning_nvfp4.lm.local_names import means_a_folder
 
 # Names every configuration accepts besides its own fields.
 _COMMON_FIELDS = (
@@ -105,8 +106,11 @@ def resolve_pretrained(pretrained: str | os.PathLike[str]) -> str:
             "folder, or the run folder of a stage that has finished."
         )
     name = str(pretrained)
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise UserError(f"pretrained is {name!r}: no such folder. Check the path, or give owner/name of a hub model.")
+    if means_a_folder(name):
+        raise UserError(
+            f"pretrained is {name!r}: no such folder. Run the stage that writes it first, check the path, or give "
+            "owner/name of a hub model."
+        )
     return name
 
 
@@ -128,9 +132,10 @@ def load_model(pretrained: str | os.PathLike[str]) -> PreTrainedModel:
             )
         supports_sdpa = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
         attention = "sdpa" if supports_sdpa else "eager"
-        model, loaded = AutoModelForCausalLM.from_pretrained(
+        pair: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
         )
+        model, loaded = pair
     except UserError:
         raise
     except Exception as error:  # the libraries raise whatever a damaged file makes them raise

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -76,8 +78,10 @@ class CausalLM(LightningModule):
         self.optimizer_config = as_config(OptimizerConfig, optimizer, "optimizer")
         self.schedule_config = as_config(ScheduleConfig, schedule, "schedule")
         self.seed = seed
-        if aux_loss_coef is not None and aux_loss_coef < 0:
-            raise UserError(f"aux_loss_coef is {aux_loss_coef}: it must not be negative.")
+        if not 0 <= seed < 2**63:
+            raise UserError(f"seed is {seed}: it must be a whole number from 0 to 2**63 - 1.")
+        if aux_loss_coef is not None and not 0 <= aux_loss_coef < math.inf:
+            raise UserError(f"aux_loss_coef is {aux_loss_coef}: it must be a number, not negative.")
         self.aux_loss_coef = aux_loss_coef
         self.model: PreTrainedModel | None = None
         self.perplexity = Perplexity(ignore_index=IGNORED_LABEL)
@@ -179,6 +183,18 @@ class CausalLM(LightningModule):
     def on_fit_start(self) -> None:
         """Check what can only be checked when model and data are both there."""
         self.check_vocabulary()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Stop when the checkpoint of another run leaves nothing to train: its weights would be exported as trained."""
+        trainer, step = self._trainer, checkpoint.get("global_step", 0)
+        if trainer is None or not trainer.training or trainer.max_steps is None or not 0 < trainer.max_steps <= step:
+            return
+        source = Path(str(trainer.ckpt_path))
+        if not source.resolve().is_relative_to(Path(trainer.default_root_dir).resolve()):
+            raise UserError(
+                f"ckpt_path = {str(source)!r} is at step {step}, and trainer.max_steps = {trainer.max_steps} counts "
+                "from the beginning of that run: set max_steps (and the schedule's decay_start) to what comes after."
+            )
 
     def check_vocabulary(self) -> None:
         """Stop when the datamodule's tokenizer is not the one the model's vocabulary was made for."""

@@ -41,8 +41,10 @@ class OptimizerConfig:
         object.__setattr__(self, "betas", tuple(self.betas))
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise UserError(f"optimizer.lr is {self.lr}: it must be a positive number.")
-        if self.weight_decay < 0:
-            raise UserError(f"optimizer.weight_decay is {self.weight_decay}: it must not be negative.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UserError(f"optimizer.weight_decay is {self.weight_decay}: it must be a number, not negative.")
+        if not 0 < self.eps < math.inf:
+            raise UserError(f"optimizer.eps is {self.eps}: it must be a positive number.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"optimizer.betas is {self.betas}: it must be two numbers in [0, 1).")
 

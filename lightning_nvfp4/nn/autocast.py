@@ -20,8 +20,23 @@ def bf16_autocast(device_type: str) -> Iterator[None]:
 
     There a BF16 attention takes three times as long, and its products and softmax are no more exact.
     """
-    with torch.autocast(device_type, dtype=torch.bfloat16, cache_enabled=False), attention_of_autocast(device_type):
+    with (
+        torch.autocast(device_type, dtype=torch.bfloat16, cache_enabled=False),
+        attention_of_autocast(device_type),
+        _layers_by_their_forward(),
+    ):
         yield
+
+
+@contextmanager
+def _layers_by_their_forward() -> Iterator[None]:
+    """Switch off the path on which `nn.TransformerEncoder` in evaluation reads its linears' weights itself."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

@@ -104,9 +104,9 @@ def restore(model: nn.Module) -> None:
     """Undo `convert`: every layer gets back the class, and the experts the implementation, that it had before."""
     for module in model.modules():
         module.__dict__.pop(_NUMERICS, None)
-        classes: tuple[type, type] | None = module.__dict__.pop(_CLASS, None)
+        classes: tuple[type[ConvertedModule], type] | None = module.__dict__.pop(_CLASS, None)
         if classes is not None:
-            module.__class__ = _without(type(module), *classes)
+            module.__class__ = _without(type(module), classes[1], converted_class(*classes))
         shared: _SharedConfig | None = module.__dict__.pop(_PREVIOUS, None)
         if shared is not None:
             shared.users -= 1
@@ -119,7 +119,10 @@ def restore(model: nn.Module) -> None:
 def keeping_conversion(model: nn.Module) -> Iterator[None]:
     """Whatever is converted inside, leave `model` on exit as converted, or not, as it was."""
     names = (_NUMERICS, _CLASS, _PREVIOUS)
-    before = [(module, type(module), {n: module.__dict__[n] for n in names if n in module.__dict__}) for module in model.modules()]
+    before = [
+        (module, type(module), {n: module.__dict__[n] for n in names if n in module.__dict__})
+        for module in model.modules()
+    ]
     try:
         yield
     finally:
@@ -146,9 +149,8 @@ def context_of(model: nn.Module) -> NumericsContext | None:
 def _set_class(module: nn.Module, mixin: type[ConvertedModule]) -> None:
     """Give `module` a class that adds `mixin` to its own; a wrapper's class (FSDP2) stays a base."""
     original = type(module)
-    ours = converted_class(mixin, original)
-    module.__dict__[_CLASS] = (original, ours)
-    module.__class__ = ours
+    module.__dict__[_CLASS] = (mixin, original)
+    module.__class__ = converted_class(mixin, original)
 
 
 def _without(kind: type, original: type, ours: type) -> type:

@@ -38,7 +38,7 @@ def converted_class(mixin: type[ConvertedModule], original: type) -> type:
 
 
 def _new(mixin: type[ConvertedModule], original: type) -> nn.Module:
-    kind = converted_class(mixin, original)
+    kind: Any = converted_class(mixin, original)
     return kind.__new__(kind)
 
 

@@ -114,11 +114,13 @@ def _check(x: Tensor, spec: QuantSpec, dim: int, backend: str, amax: Tensor | No
     capability.require(backend)
     if not isinstance(x, Tensor) or not isinstance(spec, QuantSpec):
         raise UserError(
-            f"quantize got x of type {type(x).__name__} and spec of type {type(spec).__name__}: give a torch.Tensor and "
+            f"quantize got x of type {type(x).__name__} and spec of type {type(spec).__name__}: give a tensor and "
             "a QuantSpec, such as QuantSpec('nvfp4')."
         )
-    if x.layout is not torch.strided or x.is_nested:
-        raise UserError(f"x is {'nested' if x.is_nested else x.layout}: quantize takes dense tensors. Convert it first.")
+    if not torch.compiler.is_compiling() and (x.layout is not torch.strided or x.is_nested):
+        raise UserError(
+            f"x is {'nested' if x.is_nested else x.layout}: quantize takes dense tensors. Convert it first."
+        )
     if x.ndim == 0 or not x.is_floating_point():
         raise UserError(
             f"x has shape {tuple(x.shape)} and dtype {x.dtype}: quantize takes floating-point tensors with at "
@@ -148,7 +150,9 @@ def _checked_seed(seed: int | Tensor) -> int | Tensor:
     if isinstance(seed, Tensor):
         if seed.numel() == 1 and not seed.is_floating_point() and not seed.is_complex():
             return seed
-        raise UserError(f"seed is a tensor of shape {tuple(seed.shape)} and dtype {seed.dtype}: give one int64 element.")
+        raise UserError(
+            f"seed is a tensor of shape {tuple(seed.shape)} and dtype {seed.dtype}: give one int64 element."
+        )
     try:
         return operator.index(seed)
     except TypeError:

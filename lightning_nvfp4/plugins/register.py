@@ -6,11 +6,12 @@ class tree; everything else takes the stock path untouched.
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
-from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.errors import UserError, unknown
 from lightning_nvfp4.plugins.precision import (
     BlockScaledMixin,
     BlockScaledPrecision,
@@ -77,6 +78,8 @@ def _wrap(connector: type, user_class: type, plugin_class: Callable[..., Any]) -
                 )
             items.append(plugin_class(precision))
             ours, precision = [items[-1]], None
+        elif isinstance(precision, str) and difflib.get_close_matches(precision.lower(), PRESETS, n=1, cutoff=0.75):
+            raise unknown("precision", precision, PRESETS, "Lightning's own names are spelt as in its documentation.")
         else:
             items = [
                 plugin_class(**p.arguments) if isinstance(p, BlockScaledMixin) and type(p) is not plugin_class else p

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch  # noqa: F401  (its log handler keeps the stderr of its first import)
 import pytest
 import torch
 
@@ -43,6 +44,50 @@ _CASES: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
         [*_FIT, "--config", "a.yaml"],
         ["a.yaml, line 4", "'weigth_decay'", "'weight_decay'"],
     ),
+    "alias in itself": (
+        {"a.yaml": "trainer: &a\n  callbacks: [*a]\n"},
+        [*_FIT, "--config", "a.yaml"],
+        ["a.yaml", "alias"],
+    ),
+    "interpolation": (
+        {"a.yaml": "model: {init_args: {seed: '${nowhere.at}'}}\n"},
+        [*_FIT, "--config", "a.yaml"],
+        ["nowhere"],
+    ),
+    "plugin override": (
+        {
+            "a.yaml": "trainer: {precision: null, plugins: [{class_path: lightning_nvfp4.BlockScaledPrecision, "
+            "init_args: {overrides: {keep_frist_blocks: 1}}}]}\n"
+        },
+        [*_FIT, "--config", "a.yaml"],
+        ["keep_frist_blocks", "'keep_first_blocks'"],
+    ),
+    "trainer value": ({}, [*_FIT, "--trainer.limit_train_batches", "2.5"], ["limit_train_batches", "2.5"]),
+    "trainer zero": ({}, [*_FIT, "--trainer.accumulate_grad_batches", "0"], ["accumulate_grad_batches", "0"]),
+    "eps": ({}, [*_FIT, "--model.optimizer.eps", "-1"], ["optimizer.eps", "-1", "positive"]),
+    "run folder": ({"f": "x"}, [*_FIT, "--trainer.default_root_dir", "f/run"], ["'f/run'", "another folder"]),
+    "data surrogate": (
+        {"d.jsonl": '{"text": "\\ud800 a"}\n'},
+        [*_FIT, "--data.path", "d.jsonl"],
+        ["d.jsonl, line 1", "\\ud800", "surrogate"],
+    ),
+    "data nested": ({"d.jsonl": "[" * 200_000}, [*_FIT, "--data.path", "d.jsonl"], ["d.jsonl, line 1", "JSON"]),
+    "plan trainer": ({"a.yaml": "trainer: 5\n"}, ["plan", "--config", "a.yaml"], ["trainer = 5", "mapping"]),
+    "pipeline type": (
+        {"p.yaml": "arms: [mxfp8]\nstages: [{name: a, config: 5}]\n"},
+        ["pipeline", "--config", "p.yaml", "--out", "o"],
+        ["p.yaml: stages[0]", "config is 5", "text"],
+    ),
+    "pipeline record": (
+        {"o/pipeline.json": "{"},
+        ["pipeline", "--out", "o"],
+        ["o/pipeline.json", "--restart"],
+    ),
+    "eval out": (
+        {"m/config.json": "{}", "f": "x"},
+        ["eval", "--checkpoint", "m", "--out", "f/o"],
+        ["--out", "'f' is a file"],
+    ),
     "option": ({}, [*_FIT, "--trainer.max_stepz", "3"], ["command line", "max_stepz", "'max_steps'"]),
     "precision": ({}, [*_FIT, "--trainer.precision", "nvfp5"], ["trainer.precision", "'nvfp5'", "'nvfp4'", "mxfp8"]),
     "type": ({}, [*_FIT, "--trainer.max_steps", "many"], ["trainer.max_steps", "'many'", "int"]),
@@ -64,6 +109,12 @@ _CASES: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
         ["fit", "--config", "recipes/sft.yaml", "--model.pretrained", "./nowhere", "--trainer.default_root_dir", "run"],
         ["'./nowhere'", "no such folder", "Give"],
     ),
+    "stage before it missing": (
+        {},
+        ["fit", "--config", "recipes/sft.yaml", "--trainer.default_root_dir", "run"],
+        ["'runs/decay'", "no such folder", "Run the stage that writes it first"],
+    ),
+    "nothing to continue": ({}, [*_FIT, "--ckpt_path", "last"], ["ckpt_path = 'last'", "no checkpoint", "Leave"]),
     "checkpoint missing": ({}, [*_FIT, "--ckpt_path", "no.ckpt"], ["ckpt_path", "'no.ckpt'", "no such checkpoint"]),
     "data missing": ({}, [*_FIT, "--data.path", "no.jsonl"], ["data.path", "no.jsonl"]),
     "data empty": ({"d.jsonl": ""}, [*_FIT, "--data.path", "d.jsonl"], ["data.path", "d.jsonl", "empty"]),

@@ -41,6 +41,9 @@ def test_a_run_that_has_begun_is_kept(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for root in (tmp_path / "file", tmp_path / "file" / "run", tmp_path / ("x" * 300)):
-        with pytest.raises(UserError, match="default_root_dir.*cannot be written.*another folder"), RunFolder() as folder:
+        with (
+            pytest.raises(UserError, match="default_root_dir.*cannot be written.*another folder"),
+            RunFolder() as folder,
+        ):
             folder.enter(root)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -51,7 +51,9 @@ def folder(tmp_path: Path) -> Path:
     for number, (arm, factor) in enumerate(ARMS.items()):
         base = 1.4 + 5.5 * np.exp(-steps / 60) + noise
         metrics(tmp_path / arm / "pretrain" / "metrics.csv", "train/loss", factor * base, 0, factor * 1.5)
-        metrics(tmp_path / arm / "decay" / "metrics.csv", "train/loss", factor * (1.4 - 0.003 * steps[:150]), 400, 1.0)
+        metrics(
+            tmp_path / arm / "decay" / "metrics.csv", "train/loss", factor * (1.4 - 0.003 * steps[:150]), 400, factor
+        )
         metrics(tmp_path / arm / "sft" / "metrics.csv", "train/loss", factor * (0.1 + 3 * np.exp(-steps[:300] / 40)))
         reward = 0.55 + 0.35 * (1 - np.exp(-steps[:40] / 12)) + noise[:40]
         metrics(tmp_path / arm / "rl" / "metrics.csv", "rl/reward", reward)

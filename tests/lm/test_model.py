@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,3 +224,32 @@ def test_a_checkpoint_opens_without_the_trainer(moe_fields, lm_data, make_traine
     loaded = CausalLM.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     assert equal_weights(loaded.network, module.network)
     assert loaded.optimizer_config == OptimizerConfig(lr=0.5) and loaded.schedule_config.warmup_steps == 7
+
+
+@pytest.mark.parametrize("name", ["runs/decay", "/a/b", "./x", "~/x", "a/b/c", "here/x"])
+def test_names_that_can_only_be_folders_are_not_asked_for_on_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(UserError, match="no such folder"):
+        resolve_pretrained(name)
+    assert resolve_pretrained("owner/name") == "owner/name"
+
+
+def test_a_checkpoint_that_leaves_nothing_to_train_is_refused(tmp_path):
+    model = CausalLM(
+        model={
+            "model_type": "llama",
+            "vocab_size": 8,
+            "hidden_size": 8,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+        }
+    )
+    trainer = SimpleNamespace(training=True, max_steps=3, ckpt_path=str(tmp_path / "a" / "x.ckpt"))
+    trainer.default_root_dir = str(tmp_path / "b")
+    model._trainer = trainer
+    model.on_load_checkpoint({"global_step": 2})
+    with pytest.raises(UserError, match="step 3.*max_steps = 3"):
+        model.on_load_checkpoint({"global_step": 3})
+    trainer.default_root_dir = str(tmp_path / "a")  # its own: a finished run that is started again
+    model.on_load_checkpoint({"global_step": 3})

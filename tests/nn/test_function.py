@@ -217,7 +217,9 @@ def test_a_nonfinite_element_of_any_operand_reaches_a_result(name, bad, operand)
 def test_a_second_derivative_is_an_error():
     x, w, _ = data(4, 8, 8)
     x.requires_grad_()
-    y = grouped_linear(x, w.requires_grad_(), None, (4,), LayerNumerics(GEMMS["mxfp8"], NumericsContext(), 0), torch.float32)
+    y = grouped_linear(
+        x, w.requires_grad_(), None, (4,), LayerNumerics(GEMMS["mxfp8"], NumericsContext(), 0), torch.float32
+    )
     (gradient,) = torch.autograd.grad((y.sum(1) * x.sum(1)).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.square().sum().backward()

@@ -178,6 +178,12 @@ def test_refusals_come_at_construction_with_the_cure(arguments, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+@pytest.mark.parametrize("name", ["nvfp4_hybrid", "NVFP4", "mxpf8", "bf16_gemm"])
+def test_a_misspelt_preset_gets_the_nearest_name(name):
+    with pytest.raises(UserError, match="Did you mean"):
+        quiet_trainer(precision=name)
+
+
 def test_fabric_refuses_too():
     with pytest.raises(UserError, match="ModelParallelStrategy"):
         lightning.Fabric(precision="mxfp8", strategy="deepspeed", accelerator="cpu")

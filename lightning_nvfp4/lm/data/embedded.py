@@ -192,7 +192,9 @@ def eval_documents(task: str, seed: int, count: int) -> list[dict[str, Any]]:
         item = _TASKS[kind](rng, split)
         repeated = repeated + 1 if item.question in rows else 0
         if repeated == _MOST_REPEATED:
-            raise UserError(f"the embedded task {task!r} has {len(rows)} items, of which count = {count} asks: lower it.")
+            raise UserError(
+                f"the embedded task {task!r} has {len(rows)} items, of which count = {count} asks: lower it."
+            )
         rows.setdefault(item.question, _row(kind, item))
     return list(rows.values())
 

@@ -148,7 +148,6 @@ class JsonLinesReader(_LineReader):
             return row
         raise StopIteration
 
-
     def _check_text(self, row: Row) -> None:
         """Refuse half of a surrogate pair: it is no character, and no tokenizer takes it."""
         try:

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_nvfp4.capability import cache_folder
 from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.lm.local_names import means_a_folder
 
 EMBEDDED = "embedded"
 VOCABULARY_SIZE = 1024
@@ -155,10 +156,10 @@ def _pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
                 "Face folder, or the run folder of a stage that has finished (it exports hf/ at its end)."
             )
         source = str(found[0])
-    elif name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1:
+    elif means_a_folder(name_or_path):
         raise UserError(
-            f"tokenizer={name_or_path!r}: there is no such folder (looked in {Path.cwd()}). Give a Hugging Face "
-            "folder, a stage's run folder, a hub name owner/name, or 'embedded'."
+            f"tokenizer={name_or_path!r}: there is no such folder (looked in {Path.cwd()}). Run the stage that writes "
+            "it first. Give a Hugging Face folder, a stage's run folder, a hub name owner/name, or 'embedded'."
         )
     try:
         return AutoTokenizer.from_pretrained(source)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ def kernels_for(x: Tensor) -> Kernels | None:
     """Return the kernels if they can work on x, else ``None``."""
     if type(x) not in _PLAIN or x.device.type != "cpu" or torch.compiler.is_compiling():
         return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # of vmap and other transforms: it has no memory of its own
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009
+    if functorch.is_functorch_wrapped_tensor(x):  # of vmap and other transforms: it has no memory of its own
         return None
     return kernels()
 

@@ -89,7 +89,7 @@ def quantize_blocks(
 
 def prepare(x: Tensor, spec: QuantSpec, dim: int) -> Tensor:
     """Return x as float32 with the quantized dim last and, under RHT, padded and transformed."""
-    x_LK = x.detach().movedim(dim, -1).to(torch.float32)
+    x_LK = x.detach().movedim(dim, -1).to(torch.float32).resolve_neg()
     return hadamard.transform(pad_last(x_LK, spec.hadamard), spec) if spec.hadamard else x_LK
 
 
