@@ -7,25 +7,31 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ARMS   ?= nvfp4-hybrid mxfp8 bf16-gemm
 OUT    ?= runs/demo
 BIN    := .venv/bin
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 STAMP  := .venv/.installed
+TOOLS  := .venv/.tools
 empty  :=
 comma  := ,
 # `make test PYTEST='tests/ops -k sr'` runs a part.
 PYTEST ?= -n 2
 
-venv: $(STAMP)
+venv: $(TOOLS)
 
 # Bytecode is made at first import, for the modules that are used; compiling all of it here takes minutes.
 $(STAMP): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[eval,dev]'
+	$(INSTALL) -e '.[eval]'
+	@touch $@
+
+$(TOOLS): $(STAMP)
+	$(INSTALL) -e '.[eval,dev]'
 	@touch $@
 
 demo: $(STAMP)
 	$(BIN)/python -m lightning_nvfp4.cli pipeline --config recipes/pipeline.yaml --out "$(OUT)" \
 		--arms "$(subst $(empty) $(empty),$(comma),$(strip $(ARMS)))" --allow-code-execution
 
-lint: $(STAMP)
+lint: $(TOOLS)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
@@ -34,7 +40,7 @@ lint: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(PYTEST)
 
-format: $(STAMP)
+format: $(TOOLS)
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 

@@ -36,16 +36,24 @@ class Choice:
 
 
 def require(backend: str) -> str:
-    """Return the backend to use for `backend` (``auto`` resolved), or raise with the reason it cannot run.
+    """Return `backend`, or raise with the reason it cannot run.
 
     Raises:
         UserError: an unknown backend, or one that this installation cannot run.
     """
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
-    if backend in ("auto", "reference"):
-        return "reference"
-    raise UserError(f"backend={backend!r} cannot run: {why_not(backend)} Use backend='reference' (the same numerics).")
+    if backend in ("auto", "reference") or (backend == "triton" and has_triton()):
+        return backend
+    raise UserError(f"backend={backend!r} cannot run: {why_not(backend)} Use backend='auto' (the same numerics).")
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Return whether the Triton kernels can run: on a CUDA device, or anywhere in Triton's interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_not(backend: str) -> str:

@@ -43,7 +43,8 @@ def test_every_preset_has_a_backend_and_a_reason(preset: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"), [("cuda", "'cuda' is unknown"), ("te", "cannot run"), ("triton", "cannot run")]
 )
-def test_a_backend_that_cannot_run_is_refused(name: str, words: str) -> None:
+def test_a_backend_that_cannot_run_is_refused(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "has_triton", lambda: False)
     with pytest.raises(UserError, match=words):
         capability.require(name)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lightning_nvfp4.nn.weight_cache import WeightCache
 from lightning_nvfp4.recipe import OPERANDS, GemmRecipe
 
 _MASK = (1 << 64) - 1
@@ -35,16 +36,22 @@ class NumericsContext:
     Attributes:
         step_seed: seed of the current optimizer step and micro-batch; each operand of each layer adds its own stream.
         forward_high_precision, backward_high_precision: run those GEMMs in BF16 (see `PrecisionSchedule`).
+        weights: packed weights of the current optimizer step, under a generation counter.
         weight_cache: while not ``None``, quantized forward weights by (layer, operand); see `cached_weights`.
     """
 
     step_seed: int = 0
     forward_high_precision: bool = False
     backward_high_precision: bool = False
+    weights: WeightCache = field(default_factory=WeightCache)
     weight_cache: dict[int, tuple[Tensor, Tensor | None]] | None = None
+    step: tuple[int, ...] | None = None
 
     def begin(self, run_seed: int, rank: int, step: int, micro_batch: int, model: int = 0) -> None:
         """Set the seed for the forward and backward of one micro-batch; the same arguments replay the same bits."""
+        if self.step != (run_seed, step):
+            self.step = (run_seed, step)
+            self.weights.next_generation()
         self.step_seed = derive_seed(run_seed, rank, step, micro_batch, *([model] if model else []))
 
     @contextmanager
@@ -76,8 +83,12 @@ class LayerNumerics:
     kept: bool = False
 
     def seed(self, operand: str) -> int:
-        """Return the stochastic-rounding seed of `operand` (a name of `recipe.OPERANDS`) in the current micro-batch."""
-        return derive_seed(self.context.step_seed, self.index, OPERANDS.index(operand))
+        """Return the stochastic-rounding seed of `operand` (a name of `recipe.OPERANDS`) in the current micro-batch.
+
+        The output's gradient has one seed in dgrad and wgrad: one pass over it draws for both.
+        """
+        stream = OPERANDS.index("dgrad_grad_output" if operand == "wgrad_grad_output" else operand)
+        return derive_seed(self.context.step_seed, self.index, stream)
 
     def effective(self) -> GemmRecipe:
         """Return the numerics with the context's precision switches applied."""

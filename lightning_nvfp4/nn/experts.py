@@ -5,7 +5,7 @@ Shapes: T tokens, S = top-k choices of a token, D hidden size, R rows after the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from lightning_nvfp4.nn.context import LayerNumerics
 from lightning_nvfp4.nn.function import grouped_linear, tokens_alignment
 from lightning_nvfp4.nn.linear import compute_dtype
+from lightning_nvfp4.ops import Groups, has_kernels
 
 EXPERTS_IMPLEMENTATION = "block_scaled"
 
@@ -35,53 +36,143 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     layers: tuple[LayerNumerics, LayerNumerics] | None = getattr(module, "block_scaled_numerics", None)
     if layers is None:
         return type(module).forward.__wrapped__(module, hidden_states, top_k_index, top_k_weights)
-    num_experts, (num_tokens, top_k) = module.num_experts, top_k_index.shape
     alignment = max(tokens_alignment(layer.gemm) for layer in layers)
-    counts, slots, rows = permutation(top_k_index, num_experts, alignment)
-    x_RD = hidden_states.new_zeros(sum(counts), hidden_states.shape[-1]).index_copy(
-        0, rows, hidden_states[slots // top_k]
-    )
+    routing = route(top_k_index, module.num_experts, alignment, on_device=has_kernels(hidden_states, layers[0].backend))
+    x_RD = _Dispatch.apply(hidden_states, routing)
     dtype = compute_dtype(hidden_states)
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    h = _linear(module, up, x_RD, counts, layers[0], dtype)
+    h = _linear(module, up, x_RD, routing.groups, layers[0], dtype)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-    y_RD = _linear(module, "down_proj", h, counts, layers[1], dtype)
+    y_RD = _linear(module, "down_proj", h, routing.groups, layers[1], dtype)
     if module.has_post_expert_norm:
         y_RD = module.post_expert_norm(y_RD)
-    weighted = y_RD[rows].float() * top_k_weights.reshape(-1)[slots].unsqueeze(-1).float()
-    out = weighted.new_zeros(num_tokens * top_k, y_RD.shape[-1]).index_copy(0, slots, weighted)
-    return out.view(num_tokens, top_k, out.shape[-1]).sum(1).to(hidden_states.dtype)
+    return _Combine.apply(y_RD, top_k_weights, routing).to(hidden_states.dtype)
 
 
-def permutation(top_k_index: Tensor, num_experts: int, alignment: int) -> tuple[list[int], Tensor, Tensor]:
-    """Sort the routed choices by expert and pad each expert's rows.
+@dataclass(frozen=True)
+class Routing:
+    """Where each choice of a token stands in the rows that the experts work on.
+
+    Attributes:
+        groups: padded rows of each expert.
+        rows: int64 (T, S), the row of each choice; that of a choice without expert is any, and `live` is false.
+        live: bool (T, S), or ``None`` if all are.
+        choices: int64 (R,), flat (token * S + choice) of each row, -1 where the row is padding.
+    """
+
+    groups: Groups
+    rows: Tensor
+    live: Tensor | None
+    choices: Tensor
+
+
+def route(top_k_index: Tensor, num_experts: int, alignment: int, on_device: bool) -> Routing:
+    """Sort the routed choices by expert, equal ids in token order, and pad each expert's rows.
 
     Args:
         top_k_index: (T, S) integer expert ids; ids >= `num_experts` are left out.
         num_experts: E.
         alignment: each expert's number of rows is padded to a multiple of it; an expert without tokens gets none.
-
-    Returns:
-        counts: padded rows of each expert (E entries). slots: flat (token * S + choice) of each live choice, sorted by
-        expert, equal ids in token order. rows: the row of each of them in the padded layout.
+        on_device: leave the counts on the device and take the largest number of rows that they can need, instead of
+            waiting for them.
     """
-    ids = top_k_index.reshape(-1)
-    tokens = torch.bincount(ids.clamp(max=num_experts), minlength=num_experts + 1)[:num_experts]
+    ids = top_k_index.reshape(-1).to(torch.int64)
+    order = torch.argsort(ids, stable=True)
+    experts = torch.arange(num_experts + 1, device=ids.device)
+    first = torch.searchsorted(ids[order], experts)
+    tokens = first.diff()
     padded = (tokens + alignment - 1) // alignment * alignment
-    slots = torch.argsort(ids, stable=True)[: int(tokens.sum())]
-    expert = ids[slots]
-    within = torch.arange(len(slots), device=ids.device) - (tokens.cumsum(0) - tokens)[expert]
-    rows = (padded.cumsum(0) - padded)[expert] + within
-    return padded.tolist(), slots, rows
+    ends = padded.cumsum(0)
+    if on_device:
+        num_rows = (len(ids) // alignment + min(num_experts, len(ids))) * alignment
+        # Rows to spare, all zeros, are the last expert's, so that every row has one.
+        offsets = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+        offsets[-1] = num_rows
+        groups = Groups(num_experts, offsets=offsets)
+    else:
+        groups = Groups(num_experts, counts=tuple(padded.tolist()))
+        num_rows = sum(groups.on_host())
+    ranked = ids[order].clamp(max=num_experts - 1)
+    # A choice without expert is sent behind the last row, and cut off.
+    row_of_rank = torch.arange(len(ids), device=ids.device) - first[ranked] + (ends - padded)[ranked]
+    row_of_rank = torch.where(ids[order] < num_experts, row_of_rank, num_rows)
+    choices = ids.new_full((num_rows + 1,), -1).index_copy(0, row_of_rank, order)[:num_rows]
+    rows = torch.empty_like(ids).index_copy(0, order, row_of_rank).view(top_k_index.shape)
+    live = None if not on_device and int(first[-1]) == len(ids) else rows < num_rows
+    return Routing(groups, rows.clamp(max=max(num_rows - 1, 0)), live, choices)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows for the experts (R, D) from tokens (T, D); padding rows are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, routing: Routing) -> Tensor:
+        ctx.routing = routing
+        choices = routing.choices
+        if not len(x_TD) or not len(choices):
+            return x_TD.new_zeros(len(choices), x_TD.shape[1])
+        rows = x_TD[choices.clamp(min=0) // routing.rows.shape[1]]
+        return rows.masked_fill_((choices < 0).unsqueeze(1), 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (dx_RD,) = grad_outputs
+        routing: Routing = ctx.routing
+        total = None
+        # In the order of the choices: a scatter would add in any.
+        for s in range(routing.rows.shape[1]):
+            part = _rows_of(dx_RD, routing, s).float()
+            total = part if total is None else total + part
+        assert total is not None
+        return total.to(dx_RD.dtype), None
+
+
+class _Combine(torch.autograd.Function):
+    """Tokens (T, D) in FP32 from the rows of the experts (R, D), weighted by the routing weights (T, S)."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, weights_TS: Tensor, routing: Routing) -> Tensor:
+        ctx.routing = routing
+        ctx.save_for_backward(y_RD, weights_TS)
+        out = None
+        for s in range(routing.rows.shape[1]):
+            part = _rows_of(y_RD, routing, s).float() * weights_TS[:, s, None].float()
+            out = part if out is None else out.add_(part)
+        assert out is not None
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        (dout_TD,) = grad_outputs
+        y_RD, weights_TS = ctx.saved_tensors
+        routing: Routing = ctx.routing
+        choices, dout_TD = routing.choices, dout_TD.float()
+        if len(choices):
+            dout_RD = dout_TD[choices.clamp(min=0) // weights_TS.shape[1]]
+            weight_R = weights_TS.reshape(-1)[choices.clamp(min=0)].float().masked_fill_(choices < 0, 0.0)
+            dy_RD = (dout_RD * weight_R.unsqueeze(1)).to(y_RD.dtype)
+        else:
+            dy_RD = torch.zeros_like(y_RD)
+        dweights = [(_rows_of(y_RD, routing, s).float() * dout_TD).sum(-1) for s in range(weights_TS.shape[1])]
+        return dy_RD, torch.stack(dweights, dim=1).to(weights_TS.dtype), None
+
+
+def _rows_of(x_RD: Tensor, routing: Routing, choice: int) -> Tensor:
+    """Return the row of each token's choice (T, D); zeros where the choice has no expert."""
+    rows = routing.rows[:, choice]
+    if not len(x_RD):
+        return x_RD.new_zeros(len(rows), x_RD.shape[1])
+    part = x_RD[rows]
+    return part if routing.live is None else part.masked_fill_(~routing.live[:, choice, None], 0)
 
 
 def _linear(
-    module: nn.Module, name: str, x: Tensor, counts: Sequence[int], numerics: LayerNumerics, dtype: torch.dtype
+    module: nn.Module, name: str, x: Tensor, groups: Groups, numerics: LayerNumerics, dtype: torch.dtype
 ) -> Tensor:
     weight = getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     return grouped_linear(
-        x, weight.transpose(-1, -2) if module.is_transposed else weight, bias, counts, numerics, dtype
+        x, weight.transpose(-1, -2) if module.is_transposed else weight, bias, groups, numerics, dtype
     )
 
 

@@ -14,16 +14,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_nvfp4.nn.context import LayerNumerics
-from lightning_nvfp4.nn.operands import Operand, along_features, along_tokens, per_expert_scales
-from lightning_nvfp4.ops import QuantizedTensor, apply_tensor_scales, matmul, quantize, quantize_values
-from lightning_nvfp4.recipe import GemmRecipe, QuantSpec
+from lightning_nvfp4.nn.operands import Operand, along_features, along_tokens, operand_dtype, per_expert_scales
+from lightning_nvfp4.ops import (
+    Groups,
+    QuantizedTensor,
+    quantize_values,
+    quantize_values_twice,
+    quantize_with_values,
+    requantize_values,
+    rows_matmul,
+    tokens_matmul,
+)
+from lightning_nvfp4.recipe import GemmRecipe
+
+Seeds = dict[str, int | Tensor]
 
 
 def grouped_linear(
     x_RK: Tensor,
     w_ENK: Tensor,
     bias_EN: Tensor | None,
-    counts: Sequence[int],
+    counts: Sequence[int] | Groups,
     numerics: LayerNumerics,
     out_dtype: torch.dtype,
 ) -> Tensor:
@@ -33,21 +44,21 @@ def grouped_linear(
         x_RK: activations; rounded to BF16 first, which is what a GEMM in mixed precision sees.
         w_ENK: FP32 master weights (a view with the dims in this order), read directly by the quantizer.
         bias_EN: added in FP32 before the one rounding to `out_dtype`.
-        counts: rows of each expert, in order; their sum is R. With more than one expert each is a multiple of the
-            recipe's blocks along tokens (`nn.experts` pads).
+        counts: rows of each expert, in order. With more than one expert each is a multiple of the recipe's blocks along
+            tokens (`nn.experts` pads).
         numerics: quantizers, seeds and backend of the layer.
         out_dtype: dtype of the result and, in backward, of the input's gradient if the input is of it.
 
     Returns:
         (R, N) of `out_dtype`. Gradients: of x in x's dtype, of w and bias in theirs, accumulated in FP32.
     """
-    counts = tuple(counts)
+    groups = Groups.of(counts)
     if torch.is_grad_enabled() and (x_RK.requires_grad or w_ENK.requires_grad):
-        return _GroupedLinear.apply(x_RK, w_ENK, bias_EN, counts, numerics, out_dtype)
+        return _GroupedLinear.apply(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype)
     with torch.autocast(x_RK.device.type, enabled=False):
         gemm = numerics.effective()
-        x = _forward_input(x_RK, gemm, numerics, counts, packed=False)
-        return _fprop(_operand(x), _cached_weight(w_ENK, gemm, numerics), bias_EN, counts).to(out_dtype)
+        _, x = _forward_input(x_RK, gemm, numerics, groups, packed=False)
+        return _fprop(x, _inference_weight(w_ENK, gemm, numerics), bias_EN, groups, numerics, out_dtype)
 
 
 def tokens_alignment(gemm: GemmRecipe) -> int:
@@ -63,7 +74,7 @@ class _GroupedLinear(torch.autograd.Function):
         x_RK: Tensor,
         w_ENK: Tensor,
         bias_EN: Tensor | None,
-        counts: tuple[int, ...],
+        groups: Groups,
         numerics: LayerNumerics,
         out_dtype: torch.dtype,
     ) -> Tensor:
@@ -71,169 +82,204 @@ class _GroupedLinear(torch.autograd.Function):
             gemm = numerics.effective()
             # What the backward starts from is kept as packed codes; a weight's original is there anyway.
             packed = gemm.source == "dequantized"
-            x = _forward_input(x_RK, gemm, numerics, counts, packed)
-            w = _forward_weight(w_ENK, gemm, numerics, packed)
-            y = _fprop(_operand(x), _operand(w), bias_EN, counts).to(out_dtype)
-            saved_x = _saved_input(x, x_RK, gemm, numerics, counts) if ctx.needs_input_grad[1] else None
-            saved_w = w if isinstance(w, QuantizedTensor) else w_ENK
-        ctx.gemm, ctx.numerics, ctx.counts, ctx.step_seeds = gemm, numerics, counts, _seeds(numerics)
-        ctx.saved_forward_input = isinstance(x, QuantizedTensor)
+            x_codes, x = _forward_input(x_RK, gemm, numerics, groups, packed and ctx.needs_input_grad[1])
+            w_codes, w = _forward_weight(w_ENK, gemm, numerics, packed)
+            y = _fprop(x, w, bias_EN, groups, numerics, out_dtype)
+            saved_x = None
+            if ctx.needs_input_grad[1]:
+                saved_x = _saved_input(x_RK, gemm, numerics, groups) if x_codes is None else x_codes
+        ctx.gemm, ctx.numerics, ctx.groups, ctx.step_seeds = gemm, numerics, groups, _seeds(numerics)
+        ctx.saved_forward_input = x_codes is not None
         ctx.x_dtype, ctx.w_dtype = x_RK.dtype, w_ENK.dtype
         ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
-        _save(ctx, saved_x, saved_w)
+        _save(ctx, saved_x, w_ENK if w_codes is None else w_codes)
         return y
 
     @staticmethod
     @once_differentiable  # the rounding has no second derivative: an error, not a gradient without these layers
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (dy_RN,) = grad_outputs
-        gemm, counts, backend, seeds = ctx.gemm, ctx.counts, ctx.numerics.backend, ctx.step_seeds
+        gemm, groups, numerics, seeds = ctx.gemm, ctx.groups, ctx.numerics, ctx.step_seeds
         saved_x, saved_w = _load(ctx)
         dx = dw = dbias = None
         with torch.autocast(dy_RN.device.type, enabled=False):
             dy_RN = dy_RN.to(torch.bfloat16)
-            if ctx.needs_input_grad[0]:
-                dx = _dgrad(dy_RN, saved_w, gemm, seeds, counts, backend).to(ctx.x_dtype)
-            if ctx.needs_input_grad[1]:
-                if ctx.saved_forward_input:
-                    saved_x = saved_x.dequantize()
-                dw = _wgrad(dy_RN, saved_x, gemm, seeds, counts, backend).to(ctx.w_dtype)
+            along_n, along_r = _grad_operands(dy_RN, gemm, seeds, groups, numerics, ctx.needs_input_grad)
+            if along_n is not None:
+                w = _backward_weight(saved_w, gemm, numerics, seeds)
+                dx = rows_matmul(
+                    along_n.values,
+                    w.values,
+                    groups,
+                    transposed=False,
+                    row_scale=along_n.scale,
+                    column_scale=w.scale,
+                    dtype=ctx.x_dtype,
+                    backend=numerics.backend,
+                )
+            if along_r is not None:
+                x = _backward_input(saved_x, ctx.saved_forward_input, gemm, seeds, groups, numerics.backend)
+                dw = tokens_matmul(
+                    along_r.values,
+                    x.values,
+                    groups,
+                    row_scale=along_r.scale,
+                    column_scale=x.scale,
+                    backend=numerics.backend,
+                ).to(ctx.w_dtype)
             if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-                dbias = torch.stack([part.float().sum(0) for part in dy_RN.split(list(counts))]).to(ctx.bias_dtype)
+                dbias = _bias_grad(dy_RN, groups, numerics.backend).to(ctx.bias_dtype)
         return dx, dw, dbias, None, None, None
 
 
-def _seeds(numerics: LayerNumerics) -> dict[str, int]:
+def _seeds(numerics: LayerNumerics) -> Seeds:
     names = ("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input")
     return {name: numerics.seed(name) for name in names}
 
 
 def _forward_input(
-    x_RK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics, counts: Sequence[int], packed: bool
-) -> QuantizedTensor | Operand:
+    x_RK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics, groups: Groups, packed: bool
+) -> tuple[QuantizedTensor | None, Operand]:
     if gemm.fprop_input is None:
-        return Operand.bf16(x_RK)
+        return None, Operand.bf16(x_RK)
     seed = numerics.seed("fprop_input")
-    tokens = along_features(x_RK.to(torch.bfloat16), gemm.fprop_input, seed, counts, numerics.backend)
-    return tokens.packed() if packed else tokens.operand()
+    tokens = along_features(x_RK.to(torch.bfloat16), gemm.fprop_input, seed, groups, numerics.backend)
+    return tokens.both() if packed else (None, tokens.operand())
 
 
 def _forward_weight(
     w_ENK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics, packed: bool
-) -> QuantizedTensor | Operand:
-    if gemm.fprop_weight is None:
-        return Operand.bf16(w_ENK)
-    seed, backend = numerics.seed("fprop_weight"), numerics.backend
-    if packed:
-        return quantize(w_ENK, gemm.fprop_weight, dim=-1, seed=seed, backend=backend)
-    return Operand(*quantize_values(w_ENK, gemm.fprop_weight, dim=-1, seed=seed, backend=backend))
+) -> tuple[QuantizedTensor | None, Operand]:
+    spec = gemm.fprop_weight
+    if spec is None:
+        return None, Operand.bf16(w_ENK)
+    dtype = operand_dtype(w_ENK)
+    arguments: dict[str, Any] = {"seed": numerics.seed("fprop_weight"), "backend": numerics.backend, "dtype": dtype}
+    if not packed:
+        values, scale = quantize_values(w_ENK, spec, **arguments)
+        return None, Operand(values, _by_expert(scale, w_ENK))
+    q = numerics.context.weights.get(numerics.index, w_ENK, spec)
+    if q is None:
+        q, values = quantize_with_values(w_ENK, spec, **arguments)
+        numerics.context.weights.put(numerics.index, w_ENK, spec, q)
+    else:
+        values = q.operand(dtype)
+    return q, Operand(values, _by_expert(q.tensor_scale, w_ENK))
 
 
-def _cached_weight(w_ENK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics) -> Operand:
+def _inference_weight(w_ENK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics) -> Operand:
     cache = numerics.context.weight_cache
     if cache is None:
-        return _operand(_forward_weight(w_ENK, gemm, numerics, packed=False))
+        return _forward_weight(w_ENK, gemm, numerics, packed=False)[1]
     if numerics.index not in cache:
-        operand = _operand(_forward_weight(w_ENK, gemm, numerics, packed=False))
+        operand = _forward_weight(w_ENK, gemm, numerics, packed=False)[1]
         cache[numerics.index] = (operand.values, operand.scale)
     return Operand(*cache[numerics.index])
 
 
-def _operand(x: QuantizedTensor | Operand) -> Operand:
-    return x if isinstance(x, Operand) else Operand.of(x)
+def _by_expert(scale: Tensor | None, w_ENK: Tensor) -> Tensor | None:
+    """Return a weight's tensor scale as (E, 1), or (E, N) where each of its rows has one."""
+    return None if scale is None else scale.reshape(len(w_ENK), -1)
 
 
-def _saved_input(
-    x: QuantizedTensor | Operand, x_RK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics, counts: Sequence[int]
-) -> QuantizedTensor | Tensor:
-    """Return what wgrad needs of the input, in as few bytes as its numerics allow."""
-    if isinstance(x, QuantizedTensor):
-        return x
+def _saved_input(x_RK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics, groups: Groups) -> QuantizedTensor | Tensor:
+    """Return what wgrad needs of the original input, in as few bytes as its numerics allow."""
     x_RK = x_RK.to(torch.bfloat16)
     if gemm.wgrad_input is None:
         return x_RK
-    return along_tokens(x_RK, gemm.wgrad_input, numerics.seed("wgrad_input"), counts, numerics.backend).packed()
+    return along_tokens(x_RK, gemm.wgrad_input, numerics.seed("wgrad_input"), groups, numerics.backend).packed()
 
 
-def _fprop(x: Operand, w: Operand, bias_EN: Tensor | None, counts: Sequence[int]) -> Tensor:
-    y_RN = _per_expert(x, w, counts)
-    if bias_EN is None:
-        return y_RN
-    return y_RN + _rows(bias_EN.float(), counts)
-
-
-def _dgrad(
-    dy_RN: Tensor,
-    saved_w: QuantizedTensor | Tensor,
-    gemm: GemmRecipe,
-    seeds: dict[str, int],
-    counts: Sequence[int],
-    backend: str,
+def _fprop(
+    x: Operand, w: Operand, bias_EN: Tensor | None, groups: Groups, numerics: LayerNumerics, out_dtype: torch.dtype
 ) -> Tensor:
-    if gemm.dgrad_grad_output is None:
-        dy = Operand.bf16(dy_RN)
-    else:
-        seed = seeds["dgrad_grad_output"]
-        dy = along_features(dy_RN, gemm.dgrad_grad_output, seed, counts, backend).operand()
-    w_ENK = saved_w if isinstance(saved_w, Tensor) else saved_w.dequantize()
-    if gemm.dgrad_weight is None:
-        w = Operand.bf16(w_ENK.transpose(-1, -2))
-    else:
-        w = Operand(*quantize_values(w_ENK, gemm.dgrad_weight, dim=-2, seed=seeds["dgrad_weight"], backend=backend))
-    return _per_expert(dy, w, counts)
+    return rows_matmul(
+        x.values,
+        w.values,
+        groups,
+        transposed=True,
+        row_scale=x.scale,
+        column_scale=w.scale,
+        bias_EN=bias_EN,
+        dtype=out_dtype,
+        backend=numerics.backend,
+    )
 
 
-def _wgrad(
+def _grad_operands(
     dy_RN: Tensor,
+    gemm: GemmRecipe,
+    seeds: Seeds,
+    groups: Groups,
+    numerics: LayerNumerics,
+    needed: tuple[bool, ...],
+) -> tuple[Operand | None, Operand | None]:
+    """Return the output's gradient along N for dgrad and along the rows for wgrad, where they are needed."""
+    along_n, along_r, backend = gemm.dgrad_grad_output, gemm.wgrad_grad_output, numerics.backend
+    if needed[0] and needed[1] and along_n is not None and along_r is not None:
+        if along_n.tensor_scale == "none" and along_r.tensor_scale == "none":
+            seed, dtype = seeds["dgrad_grad_output"], operand_dtype(dy_RN)
+            pair = quantize_values_twice(dy_RN, along_n, along_r, seed=seed, backend=backend, dtype=dtype)
+            return Operand(pair[0]), Operand(pair[1])
+    first = second = None
+    if needed[0]:
+        first = Operand.bf16(dy_RN)
+        if along_n is not None:
+            first = along_features(dy_RN, along_n, seeds["dgrad_grad_output"], groups, backend).operand()
+    if needed[1]:
+        second = Operand.bf16(dy_RN)
+        if along_r is not None:
+            second = along_tokens(dy_RN, along_r, seeds["wgrad_grad_output"], groups, backend).operand()
+    return first, second
+
+
+def _backward_weight(
+    saved_w: QuantizedTensor | Tensor, gemm: GemmRecipe, numerics: LayerNumerics, seeds: Seeds
+) -> Operand:
+    """Return the weight along N, (E, N, K)."""
+    spec, seed = gemm.dgrad_weight, seeds["dgrad_weight"]
+    if spec is None:
+        return Operand.bf16(saved_w if isinstance(saved_w, Tensor) else saved_w.dequantize())
+    if isinstance(saved_w, QuantizedTensor):
+        dtype = operand_dtype(saved_w.codes)
+        values, scale = requantize_values(saved_w, spec, dim=-2, seed=seed, backend=numerics.backend, dtype=dtype)
+    else:
+        dtype = operand_dtype(saved_w)
+        values, scale = quantize_values(saved_w, spec, dim=-2, seed=seed, backend=numerics.backend, dtype=dtype)
+    return Operand(values, None if scale is None else scale.reshape(len(values), -1))
+
+
+def _backward_input(
     saved_x: QuantizedTensor | Tensor,
+    saved_forward_input: bool,
     gemm: GemmRecipe,
-    seeds: dict[str, int],
-    counts: Sequence[int],
+    seeds: Seeds,
+    groups: Groups,
     backend: str,
-) -> Tensor:
-    if gemm.wgrad_grad_output is None:
-        dy = Operand.bf16(dy_RN.T)
-    else:
-        seed = seeds["wgrad_grad_output"]
-        dy = _over_tokens(dy_RN, gemm.wgrad_grad_output, seed, counts, backend)
-    if gemm.wgrad_input is None:
-        assert isinstance(saved_x, Tensor)
-        x = Operand.bf16(saved_x.T)
-    elif isinstance(saved_x, QuantizedTensor):
-        x = per_expert_scales(Operand.of(saved_x), gemm.wgrad_input, counts)
-    else:
-        x = _over_tokens(saved_x, gemm.wgrad_input, seeds["wgrad_input"], counts, backend)
-    dw_ENK = dy.values.new_empty(len(counts), dy.values.shape[0], x.values.shape[0])
-    start = 0
-    for e, count in enumerate(counts):
-        # One expert owns all columns, the zeros that complete a Hadamard transform included.
-        part = slice(start, start + count) if len(counts) > 1 else slice(None)
-        dw = matmul(dy.values[:, part], x.values[:, part])
-        rows = None if dy.scale is None else dy.scale[:, e, None]
-        dw_ENK[e] = apply_tensor_scales(dw, rows, None if x.scale is None else x.scale[:, e])
-        start += count
-    return dw_ENK
+) -> Operand:
+    """Return the input along the rows, (R, K)."""
+    spec = gemm.wgrad_input
+    if isinstance(saved_x, Tensor):
+        return Operand.bf16(saved_x)
+    if not saved_forward_input:
+        assert spec is not None
+        values = saved_x.operand(operand_dtype(saved_x.codes))
+        return Operand(values, per_expert_scales(saved_x.tensor_scale, spec, groups))
+    if spec is None:
+        return Operand.bf16(saved_x.dequantize())
+    if spec.tensor_scale == "none":
+        dtype = operand_dtype(saved_x.codes)
+        values, _ = requantize_values(saved_x, spec, dim=0, seed=seeds["wgrad_input"], backend=backend, dtype=dtype)
+        return Operand(values)
+    return along_tokens(saved_x.dequantize(), spec, seeds["wgrad_input"], groups, backend).operand()
 
 
-def _over_tokens(x_RK: Tensor, spec: QuantSpec, seed: int, counts: Sequence[int], backend: str) -> Operand:
-    return per_expert_scales(along_tokens(x_RK, spec, seed, counts, backend).operand(), spec, counts)
-
-
-def _per_expert(x: Operand, w: Operand, counts: Sequence[int]) -> Tensor:
-    """Return ``x @ w[e]^T`` in FP32, tensor scales in the epilogue."""
-    w_ENK = w.values if w.values.dim() == 3 else w.values.unsqueeze(0)
-    parts = [matmul(part, w_ENK[e]) for e, part in enumerate(x.values.split(list(counts))) if len(part)]
-    y_RN = torch.cat(parts) if parts else x.values.new_zeros(0, w_ENK.shape[1])
-    # (E, 1), or (E, N) where the weight has a scale for each of its rows.
-    w_scale = None if w.scale is None else _rows(w.scale.reshape(len(w_ENK), -1), counts)
-    return apply_tensor_scales(y_RN, x.scale, w_scale)
-
-
-def _rows(per_expert: Tensor, counts: Sequence[int]) -> Tensor:
-    """Repeat a row per expert (E, n) to one per token (R, n)."""
-    if len(counts) == 1:
-        return per_expert
-    return torch.repeat_interleave(per_expert, torch.tensor(counts, device=per_expert.device), dim=0)
+def _bias_grad(dy_RN: Tensor, groups: Groups, backend: str) -> Tensor:
+    """Return the sums over the rows of each expert, (E, N) float32."""
+    if groups.num == 1:
+        return dy_RN.sum(0, dtype=torch.float32).unsqueeze(0)
+    ones = torch.ones(len(dy_RN), 1, dtype=operand_dtype(dy_RN), device=dy_RN.device)
+    return tokens_matmul(dy_RN.to(ones.dtype), ones, groups, backend=backend).squeeze(-1)
 
 
 def _save(ctx: Any, *values: QuantizedTensor | Tensor | None) -> None:

@@ -1,43 +1,51 @@
-"""From a tensor to a GEMM operand: values without tensor scale, and the tensor scale for the FP32 epilogue.
+"""From tensors to GEMM operands: values without tensor scale, and the tensor scale for the FP32 epilogue.
 
-Shapes: R rows (tokens, sorted by expert), E experts, N and K the weight's dims, B blocks along the contracted dim.
+Shapes: R rows (tokens, sorted by expert), E experts, N and K the weight's dims, C blocks along the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_nvfp4.ops import QuantizedTensor, finite_amax, hadamard_transform, quantize, quantize_values
+from lightning_nvfp4.ops import (
+    Groups,
+    QuantizedTensor,
+    finite_amax,
+    hadamard_transform,
+    quantize,
+    quantize_values,
+    quantize_with_values,
+)
 from lightning_nvfp4.recipe import QuantSpec
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One GEMM operand, contracted dim last.
+    """One GEMM operand, in the layout of the tensor it comes from.
 
     Attributes:
-        values: float32 (rows, length) or (E, rows, length); every value is exact in BF16 (design of the formats).
-        scale: float32 decode tensor scale that broadcasts against rows; (rows or 1, E) for an operand contracted over
-            the tokens of E experts; ``None`` is 1.
+        values: (rows, length) or (E, rows, length); every value is exact in BF16 (design of the formats), the dtype is
+            `operand_dtype`.
+        scale: float32 decode tensor scale: of activations and gradients along features () or (R, 1); of weights
+            (1 or E, 1 or N); along tokens (1 or E, 1 or N). ``None`` is 1.
     """
 
     values: Tensor
     scale: Tensor | None = None
 
     @staticmethod
-    def of(q: QuantizedTensor) -> Operand:
-        """Decode a quantized tensor."""
-        return Operand(q.unscaled_values(), q.tensor_scale)
-
-    @staticmethod
     def bf16(x: Tensor) -> Operand:
         """Round a tensor to BF16."""
-        return Operand(x.to(torch.bfloat16).to(torch.float32))
+        return Operand(x.to(torch.bfloat16).to(operand_dtype(x)))
+
+
+def operand_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that holds GEMM operands on x's device: BF16 for tensor cores, FP32 on a CPU."""
+    return torch.bfloat16 if x.is_cuda else torch.float32
 
 
 class Tokens(NamedTuple):
@@ -50,8 +58,8 @@ class Tokens(NamedTuple):
     spec: QuantSpec
     dim: int
     amax: Tensor | None
-    counts: Sequence[int]
-    seed: int
+    groups: Groups
+    seed: int | Tensor
     backend: str
 
     def packed(self) -> QuantizedTensor:
@@ -61,64 +69,84 @@ class Tokens(NamedTuple):
     def operand(self) -> Operand:
         """Quantize to values, to be multiplied at once."""
         values, scale = quantize_values(
-            self.x, self.spec, dim=self.dim, seed=self.seed, amax=self.amax, backend=self.backend
+            self.x,
+            self.spec,
+            dim=self.dim,
+            seed=self.seed,
+            amax=self.amax,
+            backend=self.backend,
+            dtype=operand_dtype(self.x),
         )
-        return Operand(values, scale)
+        return self._scaled(values, scale)
+
+    def both(self) -> tuple[QuantizedTensor, Operand]:
+        """Quantize to codes and to values."""
+        q, values = quantize_with_values(
+            self.x,
+            self.spec,
+            dim=self.dim,
+            seed=self.seed,
+            amax=self.amax,
+            backend=self.backend,
+            dtype=operand_dtype(self.x),
+        )
+        return q, self._scaled(values, q.tensor_scale)
+
+    def _scaled(self, values: Tensor, scale: Tensor | None) -> Operand:
+        return Operand(values, scale if self.dim == -1 else per_expert_scales(scale, self.spec, self.groups))
 
 
-def along_features(x_RK: Tensor, spec: QuantSpec, seed: int, counts: Sequence[int], backend: str) -> Tokens:
+def along_features(x_RK: Tensor, spec: QuantSpec, seed: int | Tensor, groups: Groups, backend: str) -> Tokens:
     """Quantize `x_RK` along K.
 
     A ``tensor`` scale is one per expert, as in TE's grouped linear; it is expanded to one per row.
     """
     amax = None
-    if spec.tensor_scale == "tensor" and len(counts) > 1:
-        x_RK, spec = _transformed(x_RK, spec)
-        per_expert = torch.stack([finite_amax(part) for part in x_RK.split(list(counts))])
-        amax = _expand(per_expert, counts).unsqueeze(-1)
-    return Tokens(x_RK, spec, -1, amax, counts, seed, backend)
+    if spec.tensor_scale == "tensor" and groups.num > 1:
+        x_RK, spec = _transformed(x_RK, spec, -1)
+        expert = groups.expert_of(torch.arange(len(x_RK), device=x_RK.device))
+        amax = _amax_of_experts(finite_amax(x_RK, -1), expert, groups)[expert].unsqueeze(-1)
+    return Tokens(x_RK, spec, -1, amax, groups, seed, backend)
 
 
-def along_tokens(x_RK: Tensor, spec: QuantSpec, seed: int, counts: Sequence[int], backend: str) -> Tokens:
-    """Quantize `x_RK` along its rows, the tokens of each expert apart: codes of (K, R), blocks inside one expert.
+def along_tokens(x_RK: Tensor, spec: QuantSpec, seed: int | Tensor, groups: Groups, backend: str) -> Tokens:
+    """Quantize `x_RK` along its rows, the tokens of each expert apart: blocks lie inside one expert.
 
-    Each entry of `counts` is a multiple of the block, or there is one entry only.
+    Each expert's number of rows is a multiple of the block, or there is one expert only.
     """
-    if spec.tensor_scale == "none" or len(counts) == 1:
-        return Tokens(x_RK, spec, 0, None, counts, seed, backend)
-    x_KR, spec = _transformed(x_RK.T, spec)
-    dims = (0, 1) if spec.tensor_scale == "tensor" else 1
-    per_expert = torch.stack([finite_amax(part, dims).view(-1) for part in x_KR.split(list(counts), dim=1)])
-    amax = _expand(per_expert, _blocks(counts, spec)).T
-    return Tokens(x_KR, spec, -1, amax, counts, seed, backend)
-
-
-def per_expert_scales(operand: Operand, spec: QuantSpec, counts: Sequence[int]) -> Operand:
-    """Turn the scales of an `along_tokens` operand, one per block, into one column for each expert."""
-    scale = operand.scale
-    if scale is None:
-        return operand
-    if len(counts) == 1:
-        return Operand(operand.values, scale.reshape(-1, 1))
-    blocks = _blocks(counts, spec)
-    first = [sum(blocks[:e]) for e in range(len(blocks))]
-    last = scale.shape[1] - 1
-    # An expert without tokens owns no block: its product is zero under any scale.
-    columns = scale[:, [min(i, last) for i in first]] if last >= 0 else scale.new_ones(1, len(counts))
-    return Operand(operand.values, columns)
-
-
-def _blocks(counts: Sequence[int], spec: QuantSpec) -> list[int]:
+    if spec.tensor_scale == "none" or groups.num == 1:
+        return Tokens(x_RK, spec, 0, None, groups, seed, backend)
+    x_RK, spec = _transformed(x_RK, spec, 0)
     assert spec.block is not None
-    return [-(-count // spec.block[1]) for count in counts]
+    expert = groups.expert_of(torch.arange(len(x_RK), device=x_RK.device))
+    per_row = finite_amax(x_RK, -1) if spec.tensor_scale == "tensor" else finite_amax(x_RK, ())
+    amax = _amax_of_experts(per_row, expert, groups)[expert[:: spec.block[1]]]
+    return Tokens(x_RK, spec, 0, amax.unsqueeze(0) if amax.ndim == 1 else amax.T, groups, seed, backend)
 
 
-def _transformed(x: Tensor, spec: QuantSpec) -> tuple[Tensor, QuantSpec]:
+def per_expert_scales(scale: Tensor | None, spec: QuantSpec, groups: Groups) -> Tensor | None:
+    """Turn the scales of an `along_tokens` operand, one per block (1 or N, C), into those of experts (E, 1 or N)."""
+    if scale is None:
+        return None
+    if groups.num == 1:
+        return scale.reshape(1, -1)
+    assert spec.block is not None
+    if not scale.shape[1]:
+        return scale.new_ones(groups.num, 1)
+    # An expert without tokens owns no block: its product is zero under any scale.
+    first = groups.on_device(scale.device)[:-1].long() // spec.block[1]
+    return scale[:, first.clamp(max=scale.shape[1] - 1)].T
+
+
+def _amax_of_experts(per_row: Tensor, expert: Tensor, groups: Groups) -> Tensor:
+    """Return the largest entry of each expert's rows, (E, ...) for `per_row` (R, ...); 0 for an expert without rows."""
+    out = per_row.new_zeros(groups.num, *per_row.shape[1:])
+    index = expert.view(-1, *[1] * (per_row.ndim - 1)).expand_as(per_row)
+    return out.scatter_reduce(0, index, per_row, "amax")
+
+
+def _transformed(x: Tensor, spec: QuantSpec, dim: int) -> tuple[Tensor, QuantSpec]:
     """Apply the Hadamard transform first: the scale of a part of the tensor is taken after it."""
     if not spec.hadamard:
         return x, spec
-    return hadamard_transform(x, spec), replace(spec, hadamard=0, hadamard_signs=None)
-
-
-def _expand(per_expert: Tensor, counts: Sequence[int]) -> Tensor:
-    return torch.repeat_interleave(per_expert, torch.tensor(list(counts), device=per_expert.device), dim=0)
+    return hadamard_transform(x, spec, dim=dim), replace(spec, hadamard=0, hadamard_signs=None)

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_nvfp4.ops.reference import fast, hadamard
-from lightning_nvfp4.ops.reference import quantize as definition
-from lightning_nvfp4.ops.reference.layout import expand_scale, stored_length
+from lightning_nvfp4.ops.backends import backend_for
+from lightning_nvfp4.ops.interface import QuantizedMeta
+from lightning_nvfp4.ops.layout import stored_length
 from lightning_nvfp4.recipe import QuantSpec
-
-
-class QuantizedMeta(NamedTuple):
-    """What a `QuantizedTensor` holds besides tensors; hashable.
-
-    Attributes:
-        spec: the format.
-        shape: shape of the tensor that was quantized.
-        dim: the quantized dim, non-negative.
-    """
-
-    spec: QuantSpec
-    shape: tuple[int, ...]
-    dim: int
 
 
 @dataclass(frozen=True)
@@ -87,7 +72,7 @@ class QuantizedTensor:
         return cls(codes, block_scale, tensor_scale, amax, meta.spec, meta.shape, meta.dim)
 
     def unscaled_values(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return codes times block scales, (L, `length`): the GEMM operand.
+        """Return codes times block scales, (L, `length`), the quantized dim last.
 
         Neither the tensor scale nor the inverse transform is applied. Exact in float32; exact in bfloat16 for ``nvfp4``
         always (at most 6 significant bits), for the E8M0 formats where the scale code is at least 3 (E4M3), 10 (E5M2)
@@ -96,10 +81,14 @@ class QuantizedTensor:
         Args:
             dtype: of the result.
         """
-        codes, block_scale = self.codes.contiguous(), self.block_scale.contiguous()
-        kernels = fast.kernels_for(codes)
-        decode = definition.decode if kernels is None else kernels.decode
-        return decode(codes, block_scale, self.spec, self.length).to(dtype)
+        return self.operand(dtype).movedim(self.dim, -1)
+
+    def operand(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return `unscaled_values` in the order of dims of the tensor that was quantized, as a GEMM takes it."""
+        if self.codes.numel() == 0:
+            shape = (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
+            return torch.zeros(shape, dtype=dtype, device=self.codes.device)
+        return self._decode(None, dtype, False)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the decoded tensor in its original shape and order of dims.
@@ -110,9 +99,12 @@ class QuantizedTensor:
         Args:
             dtype: of the result; the arithmetic is float32.
         """
-        values = self.unscaled_values()
-        if self.tensor_scale is not None:
-            values = values * expand_scale(self.tensor_scale, self.block_scale.shape, self.spec, self.length)
-        if self.spec.hadamard:
-            values = hadamard.inverse(values, self.spec)[..., : self.shape[self.dim]]
-        return values.movedim(-1, self.dim).to(dtype)
+        if self.codes.numel() == 0:
+            return torch.zeros(self.shape, dtype=dtype, device=self.codes.device)
+        return self._decode(self.tensor_scale, dtype, True)
+
+    def _decode(self, tensor_scale: Tensor | None, dtype: torch.dtype, inverse: bool) -> Tensor:
+        backend = backend_for(self.codes, self.spec)
+        return backend.decode(
+            self.codes, self.block_scale, tensor_scale, self.spec, self.shape, self.dim, dtype, inverse
+        )

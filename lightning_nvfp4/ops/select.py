@@ -7,15 +7,13 @@ import operator
 import torch
 from torch import Tensor
 
-from lightning_nvfp4 import capability
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.formats.element import ELEMENTS, S2F6
+from lightning_nvfp4.ops.backends import backend_for
 from lightning_nvfp4.ops.contract import QuantizedTensor
-from lightning_nvfp4.ops.reference import fast
+from lightning_nvfp4.ops.interface import Parts
+from lightning_nvfp4.ops.layout import normalize_dim, num_blocks, stored_length
 from lightning_nvfp4.ops.reference import quantize as reference
-from lightning_nvfp4.ops.reference.hadamard import transform
-from lightning_nvfp4.ops.reference.layout import normalize_dim, num_blocks, pad_last, stored_length
-from lightning_nvfp4.ops.reference.native import Kernels
 from lightning_nvfp4.recipe import QuantSpec
 
 
@@ -38,7 +36,7 @@ def quantize(
         dim: the dim blocks run along.
         seed: 64-bit seed of stochastic rounding, an integer or a 0-dim int64 tensor. The random bits of an element are
             a function of the seed and of its row-major index in `x`.
-        backend: ``auto``, ``reference``, ``triton`` or ``te``; never replaced by another silently.
+        backend: ``auto``, ``reference``, ``triton`` or ``te``; a named one is never replaced by another.
         amax: amax for the tensor scale of ``nvfp4`` in place of the tensor's own, float32, broadcastable to
             `block_scale` (L, C): (rows, 1) or (1, C) or (rows, C) for segments of rows or of blocks. The tensor scale
             gets the same shape and `QuantizedTensor.dequantize` multiplies each block by its entry.
@@ -46,17 +44,8 @@ def quantize(
     Raises:
         UserError: an argument that the format or this machine does not allow.
     """
-    dim, amax = _check(x, spec, dim, backend, amax)
-    seed = _checked_seed(seed)
-    if x.numel() == 0:
-        return _empty(x, spec, dim, amax)
-    kernels = _kernels(x, spec)
-    if kernels is None:
-        codes, block_scale, tensor_scale, amax = reference.quantize_packed(x, spec, dim, seed, amax)
-    else:
-        codes, block_scale, tensor_scale, amax = fast.quantize(kernels, x, spec, dim, seed, amax, packed=True)
-        assert block_scale is not None
-    return QuantizedTensor(codes, block_scale, tensor_scale, amax, spec, tuple(x.shape), dim)
+    dim, parts = _quantize(x, spec, dim, seed, backend, amax, True, None)
+    return _packed(parts, x, spec, dim)
 
 
 def quantize_values(
@@ -67,51 +56,120 @@ def quantize_values(
     seed: int | Tensor = 0,
     backend: str = "auto",
     amax: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``quantize(...)``'s `unscaled_values` (float32) and tensor scale, without packing: for a GEMM at once.
+    """Return what ``quantize(...)`` decodes to as a GEMM operand, without packing, and its tensor scale.
 
-    Arguments as `quantize`; the values are bit-equal to its.
+    Arguments as `quantize`, and the dtype of the values. They are bit-equal to `QuantizedTensor.operand`.
     """
-    dim, amax = _check(x, spec, dim, backend, amax)
-    seed = _checked_seed(seed)
+    _, parts = _quantize(x, spec, dim, seed, backend, amax, False, dtype)
+    assert parts.values is not None
+    return parts.values, parts.tensor_scale
+
+
+def quantize_with_values(
+    x: Tensor,
+    spec: QuantSpec,
+    *,
+    dim: int = -1,
+    seed: int | Tensor = 0,
+    backend: str = "auto",
+    amax: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[QuantizedTensor, Tensor]:
+    """Return codes to save and values to multiply at once; arguments as `quantize_values`."""
+    dim, parts = _quantize(x, spec, dim, seed, backend, amax, True, dtype)
+    assert parts.values is not None
+    return _packed(parts, x, spec, dim), parts.values
+
+
+def quantize_values_twice(
+    x: Tensor,
+    along_last: QuantSpec,
+    along_first: QuantSpec,
+    *,
+    seed: int | Tensor = 0,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Return the values of a matrix quantized along its last and along its first dim, both under one seed.
+
+    Only for formats without tensor scale. Equal to two calls of `quantize_values`, in one pass where a backend can.
+    """
+    _check(x, along_last, -1, None)
+    _check(x, along_first, 0, None)
     if x.numel() == 0:
-        empty = _empty(x, spec, dim, amax)
-        return empty.unscaled_values(), empty.tensor_scale
-    kernels = _kernels(x, spec)
-    if kernels is None:
-        return reference.quantize_unpacked(x, spec, dim, seed, amax)
-    values, _, tensor_scale, _ = fast.quantize(kernels, x, spec, dim, seed, amax, packed=False)
-    return values, tensor_scale
+        first, second = _empty(x, along_last, 1, None), _empty(x, along_first, 0, None)
+        return first.operand(dtype), second.operand(dtype)
+    return backend_for(x, along_last, backend).quantize_twice(x, along_last, along_first, _checked_seed(seed), dtype)
+
+
+def requantize_values(
+    q: QuantizedTensor,
+    spec: QuantSpec,
+    *,
+    dim: int,
+    seed: int | Tensor = 0,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor | None]:
+    """Equal ``quantize_values(q.dequantize(), spec, ...)``, in one pass where a backend can."""
+    dim = normalize_dim(dim, len(q.shape))
+    if q.codes.numel():
+        values = backend_for(q.codes, spec, backend).requantize(
+            q.tensors(), q.meta, spec, dim, _checked_seed(seed), dtype
+        )
+        if values is not None:
+            return values, None
+    return quantize_values(q.dequantize(), spec, dim=dim, seed=seed, backend=backend, dtype=dtype)
 
 
 def hadamard_transform(x: Tensor, spec: QuantSpec, *, dim: int = -1) -> Tensor:
-    """Return the random Hadamard transform that `quantize` applies, float32 in its moved layout (L, `length`).
+    """Return the random Hadamard transform that `quantize` applies, float32 in x's layout.
 
-    Rows are padded with zeros to whole transforms, and every value is rounded to BF16 once: quantizing the result under
+    `dim` is padded with zeros to whole transforms, and every value is rounded to BF16 once: quantizing the result under
     the same spec without the transform gives the bits of quantizing x under the spec (to nearest).
 
     Args:
         x: any floating-point dtype, at least one dim.
-        spec: names the transform; without one x is returned, moved.
+        spec: names the transform; without one x is returned in float32.
         dim: the dim to transform along.
     """
-    moved = x.detach().movedim(normalize_dim(dim, x.ndim), -1)
-    if not spec.hadamard or x.numel() == 0:
-        return pad_last(moved.to(torch.float32), spec.hadamard or 1)
-    kernels = fast.kernels_for(x)
-    if kernels is None:
-        return transform(pad_last(moved.to(torch.float32), spec.hadamard), spec)
-    return fast.hadamard_transform(kernels, moved, spec)
+    dim = normalize_dim(dim, x.ndim)
+    if not spec.hadamard:
+        return x.detach().to(torch.float32)
+    if x.numel() == 0:
+        return x.new_zeros(*x.shape[:dim], stored_length(x.shape[dim], spec), *x.shape[dim + 1 :], dtype=torch.float32)
+    return backend_for(x, spec).transform(x, spec, dim)
 
 
-def _kernels(x: Tensor, spec: QuantSpec) -> Kernels | None:
-    """Return the compiled kernels where they apply; four over six is plain torch only."""
-    return None if spec.four_over_six else fast.kernels_for(x)
+def _quantize(
+    x: Tensor,
+    spec: QuantSpec,
+    dim: int,
+    seed: int | Tensor,
+    backend: str,
+    amax: Tensor | None,
+    codes: bool,
+    dtype: torch.dtype | None,
+) -> tuple[int, Parts]:
+    dim, amax = _check(x, spec, dim, amax)
+    seed = _checked_seed(seed)
+    implementation = backend_for(x, spec, backend)
+    if x.numel() == 0:
+        q = _empty(x, spec, dim, amax)
+        values = None if dtype is None else q.operand(dtype)
+        return dim, Parts(q.codes, q.block_scale, values, q.tensor_scale, q.amax)
+    return dim, implementation.quantize(x, spec, dim, seed, amax, codes, dtype)
 
 
-def _check(x: Tensor, spec: QuantSpec, dim: int, backend: str, amax: Tensor | None) -> tuple[int, Tensor | None]:
+def _packed(parts: Parts, x: Tensor, spec: QuantSpec, dim: int) -> QuantizedTensor:
+    assert parts.codes is not None and parts.block_scale is not None
+    return QuantizedTensor(parts.codes, parts.block_scale, parts.tensor_scale, parts.amax, spec, tuple(x.shape), dim)
+
+
+def _check(x: Tensor, spec: QuantSpec, dim: int, amax: Tensor | None) -> tuple[int, Tensor | None]:
     """Refuse what cannot be quantized; return `dim` as a non-negative index and `amax` as float32 on x's device."""
-    capability.require(backend)
     if not isinstance(x, Tensor) or not isinstance(spec, QuantSpec):
         raise UserError(
             f"quantize got x of type {type(x).__name__} and spec of type {type(spec).__name__}: give a tensor and "

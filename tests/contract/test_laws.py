@@ -36,10 +36,11 @@ def test_values_are_the_codes_decoded(spec: QuantSpec, shape: tuple[int, ...]) -
         q = quantize(x, spec, dim=dim, seed=3)
         values, tensor_scale = quantize_values(x, spec, dim=dim, seed=3)
         # A code of S2F6 has no negative zero, and neither have its values.
-        assert_values_equal(values, q.unscaled_values())
+        assert_values_equal(values, q.operand())
         assert (tensor_scale is None) == (q.tensor_scale is None)
         moved = x.movedim(dim, -1)
-        assert q.length == values.shape[-1] >= moved.shape[-1] and values.shape[:-1] == moved.shape[:-1]
+        assert q.length == values.shape[dim] >= x.shape[dim]
+        assert_values_equal(q.unscaled_values(), values.movedim(dim, -1))
         assert q.block_scale.shape == (*moved.shape[:-1], -(-q.length // q.spec.block[1]))  # pyright: ignore
         assert q.dequantize().shape == x.shape and q.dequantize(torch.bfloat16).dtype == torch.bfloat16
 

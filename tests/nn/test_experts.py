@@ -1,32 +1,34 @@
-"""The experts function against the model's own forward, and the permutation it rests on."""
+"""The experts function against the model's own forward, and the routing it rests on."""
 
 import pytest
 import torch
 from tiny_models import ARCHITECTURES, tiny_model, tokens
 
 from lightning_nvfp4 import convert, restore
-from lightning_nvfp4.nn.experts import permutation
+from lightning_nvfp4.nn.experts import route
 from lightning_nvfp4.testing import sqnr_db
 
 EVERYTHING = {"keep_first_blocks": 0, "keep_last_blocks": 0}
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("alignment", [1, 32])
-def test_permutation_sorts_by_expert_keeps_token_order_and_pads(alignment):
+def test_routing_sorts_by_expert_keeps_token_order_and_pads(alignment, on_device):
     ids = torch.tensor([[2, 0], [0, 2], [5, 9], [2, 0]])  # 9 is a sentinel: at or above the 6 experts
-    counts, slots, rows = permutation(ids, 6, alignment)
-    assert counts == [-(-n // alignment) * alignment for n in (3, 0, 3, 0, 0, 1)]
-    assert slots.tolist() == [1, 2, 7, 0, 3, 6, 4]
+    routing = route(ids, 6, alignment, on_device)
+    counts = [-(-n // alignment) * alignment for n in (3, 0, 3, 0, 0, 1)]
     starts = [sum(counts[:e]) for e in range(6)]
-    assert rows.tolist() == [
-        starts[0],
-        starts[0] + 1,
-        starts[0] + 2,
-        starts[2],
-        starts[2] + 1,
-        starts[2] + 2,
-        starts[5],
-    ]
+    if on_device:  # the last expert owns the rows to spare
+        counts[-1] += len(routing.choices) - sum(counts)
+    assert list(routing.groups.on_host()) == counts and sum(counts) == len(routing.choices)
+    expected = [starts[2], starts[0], starts[0] + 1, starts[2] + 1, starts[5], -1, starts[2] + 2, starts[0] + 2]
+    rows = routing.rows if routing.live is None else routing.rows.masked_fill(~routing.live, -1)
+    assert rows.flatten().tolist() == expected
+    choices = torch.full((len(routing.choices),), -1)
+    for choice, row in enumerate(expected):
+        if row >= 0:
+            choices[row] = choice
+    assert torch.equal(routing.choices, choices)
 
 
 @pytest.mark.parametrize("name", [n for n in ARCHITECTURES if n != "llama"])

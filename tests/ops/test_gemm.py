@@ -9,8 +9,7 @@ import torch
 
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.formats import E2M1, E4M3, E5M2, S2F6
-from lightning_nvfp4.ops import matmul, quantize
-from lightning_nvfp4.ops.reference.gemm import apply_tensor_scales
+from lightning_nvfp4.ops import apply_tensor_scales, matmul, quantize
 from lightning_nvfp4.ops.reference.hadamard import inverse
 from lightning_nvfp4.recipe import QuantSpec
 from lightning_nvfp4.testing import assert_values_equal

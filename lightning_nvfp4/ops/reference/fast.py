@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_nvfp4.ops.layout import block_of, num_elements, per_expert, stored_length, tile_amax
 from lightning_nvfp4.ops.reference import quantize as definition
-from lightning_nvfp4.ops.reference.layout import block_of, num_elements, stored_length, tile_amax
 from lightning_nvfp4.ops.reference.native import Kernels, library
 from lightning_nvfp4.ops.reference.scales import decode_tensor_scale, encode_tensor_scale
 from lightning_nvfp4.recipe import QuantSpec
@@ -122,7 +122,7 @@ def _tensor_scales(
     if amax is None:
         if spec.tensor_scale == "row":
             shape = (*lead_shape, 1)
-        elif definition.per_expert(len(lead_shape) + 1, dim):
+        elif per_expert(len(lead_shape) + 1, dim):
             shape = (lead_shape[0], 1, 1)
         else:
             shape = ()

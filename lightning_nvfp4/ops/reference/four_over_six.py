@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_nvfp4.formats.block import FOUR_OVER_SIX_RANGE, FOUR_OVER_SIX_RATIO
 from lightning_nvfp4.formats.element import E2M1, E4M3
 from lightning_nvfp4.formats.rounding import FP32_EXPONENT
+from lightning_nvfp4.ops.layout import block_of
 from lightning_nvfp4.ops.reference.elements import encode_float, round_float
-from lightning_nvfp4.ops.reference.layout import block_of
 from lightning_nvfp4.ops.reference.scales import BlockScales, decode_tensor_scale, element_factor, finish
 from lightning_nvfp4.recipe import QuantSpec
 

@@ -34,9 +34,9 @@ from lightning_nvfp4.formats.rounding import (
     PHILOX_ROUNDS,
     PHILOX_WORDS,
 )
+from lightning_nvfp4.ops.layout import block_of, num_elements
 from lightning_nvfp4.ops.reference.elements import code_offset
 from lightning_nvfp4.ops.reference.hadamard import factors, sign_vector
-from lightning_nvfp4.ops.reference.layout import block_of, num_elements
 from lightning_nvfp4.ops.reference.philox import num_draws
 from lightning_nvfp4.recipe import QuantSpec
 

@@ -11,6 +11,18 @@ from torch import Tensor
 from lightning_nvfp4.formats.block import BLOCK_FORMATS
 from lightning_nvfp4.formats.element import ELEMENTS, S2F6
 from lightning_nvfp4.formats.rounding import FP32_EXPONENT
+from lightning_nvfp4.ops.layout import (
+    block_of,
+    from_blocks,
+    num_elements,
+    pack_nibbles,
+    pad_last,
+    per_expert,
+    stored_length,
+    tile_amax,
+    to_blocks,
+    unpack_nibbles,
+)
 from lightning_nvfp4.ops.reference import hadamard, philox
 from lightning_nvfp4.ops.reference.elements import (
     decode_float,
@@ -20,17 +32,6 @@ from lightning_nvfp4.ops.reference.elements import (
     round_float,
 )
 from lightning_nvfp4.ops.reference.four_over_six import choose_scales
-from lightning_nvfp4.ops.reference.layout import (
-    block_of,
-    from_blocks,
-    num_elements,
-    pack_nibbles,
-    pad_last,
-    stored_length,
-    tile_amax,
-    to_blocks,
-    unpack_nibbles,
-)
 from lightning_nvfp4.ops.reference.scales import (
     BlockScales,
     decode_tensor_scale,
@@ -102,11 +103,6 @@ def tensor_amax(x_LK: Tensor, spec: QuantSpec, dim: int) -> Tensor:
     return finite_amax(x_LK)
 
 
-def per_expert(ndim: int, dim: int) -> bool:
-    """Return whether a tensor is a stack of expert weights, quantized within the experts."""
-    return ndim == 3 and dim != 0
-
-
 def random_bits(x: Tensor, spec: QuantSpec, dim: int, seed: int | Tensor) -> Tensor:
     """Return int32 random bits in x's moved layout, drawn by the row-major index of each element in x.
 
@@ -132,11 +128,11 @@ def quantize_packed(
 
 def quantize_unpacked(
     x: Tensor, spec: QuantSpec, dim: int, seed: int | Tensor, amax: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return values (elements times block scale, float32) and the decode tensor scale."""
-    rounded, scales, tensor_scale, _ = quantize_blocks(x, spec, dim, seed, amax)
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return values (elements times block scale, float32), the decode tensor scale and its amax."""
+    rounded, scales, tensor_scale, amax = quantize_blocks(x, spec, dim, seed, amax)
     values = rounded * scales.value.unsqueeze(-1)
-    return from_blocks(values, stored_length(x.shape[dim], spec)), tensor_scale
+    return from_blocks(values, stored_length(x.shape[dim], spec)), tensor_scale, amax
 
 
 def encode_blocks(rounded_LCB: Tensor, scales: BlockScales, spec: QuantSpec, length: int) -> Tensor:

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_nvfp4 import capability
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.ops.contract import QuantizedTensor
+from lightning_nvfp4.ops.epilogue import apply_tensor_scales
+from lightning_nvfp4.ops.groups import Groups
+from lightning_nvfp4.ops.reference import grouped
 from lightning_nvfp4.ops.reference.hadamard import sign_vector
 
 
@@ -49,29 +53,73 @@ def matmul(a: QuantizedTensor | Tensor, b: QuantizedTensor | Tensor) -> Tensor:
             f"matmul: a has contracted length {left.values.shape[-1]} and b {right.values.shape[-1]}: quantize both "
             "along the dim they share."
         )
-    if left.values.is_cuda:
-        product = torch.mm(left.values.to(torch.bfloat16), right.values.to(torch.bfloat16).t(), out_dtype=torch.float32)
-    else:
-        product = left.values.to(torch.float32) @ right.values.to(torch.float32).t()
-    return apply_tensor_scales(product, left.scale, None if right.scale is None else right.scale.reshape(1, -1))
+    y_MN = grouped.product(left.values, right.values.t())
+    return apply_tensor_scales(y_MN, left.scale, None if right.scale is None else right.scale.reshape(1, -1))
 
 
-def apply_tensor_scales(product: Tensor, row: Tensor | None, column: Tensor | None) -> Tensor:
-    """Return float32 product * row * column, with no overflow or underflow that the result does not have.
-
-    A scale above one and one below it are multiplied first: their product lies between them. Two scales on one side of
-    one follow each other: what leaves the range after the first is out of it after the second.
+def rows_matmul(
+    a_RK: Tensor,
+    b: Tensor,
+    groups: Groups,
+    *,
+    transposed: bool,
+    row_scale: Tensor | None = None,
+    column_scale: Tensor | None = None,
+    bias_EN: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
+) -> Tensor:
+    """Multiply the rows of each expert by its matrix: ``y[r] = a[r] @ b[e]^T`` (or ``a[r] @ b[e]``).
 
     Args:
-        product: float32 (M, N).
-        row: float32, broadcastable to (M, 1), or ``None``.
-        column: float32, broadcastable to (M, N), or ``None``.
+        a_RK: GEMM operand; BF16 on CUDA, BF16 values on a CPU.
+        b: (E, N, K) if `transposed`, else (E, K, N).
+        groups: rows of each expert.
+        transposed: whether b is contracted over its last dim.
+        row_scale: float32 tensor scale of a, () or (R, 1).
+        column_scale: float32 tensor scale of b, (1 or E, 1 or N).
+        bias_EN: (E, N), added in float32.
+        dtype: of the result, rounded once.
+        backend: as `ops.quantize`.
     """
-    if row is None or column is None:
-        scale = row if column is None else column
-        return product if scale is None else product * scale
-    across = (row >= 1) != (column >= 1)
-    return product * torch.where(across, row * column, row) * torch.where(across, 1.0, column)
+    if has_kernels(a_RK, backend):
+        from lightning_nvfp4.ops.triton import gemm as kernels
+
+        offsets = groups.on_device(a_RK.device)
+        return kernels.rows(a_RK, b, offsets, transposed, row_scale, column_scale, bias_EN, dtype)
+    return grouped.rows(a_RK, b, groups, transposed, row_scale, column_scale, bias_EN, dtype)
+
+
+def tokens_matmul(
+    a_RN: Tensor,
+    b_RK: Tensor,
+    groups: Groups,
+    *,
+    row_scale: Tensor | None = None,
+    column_scale: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Multiply over the rows of each expert: ``w[e] = a[rows of e]^T @ b[rows of e]``, float32 (E, N, K).
+
+    Args:
+        a_RN: GEMM operand; BF16 on CUDA, BF16 values on a CPU.
+        b_RK: the other.
+        groups: rows of each expert.
+        row_scale: float32 tensor scale of a, (1 or E, 1 or N).
+        column_scale: float32 tensor scale of b, (1 or E, 1 or K).
+        backend: as `ops.quantize`.
+    """
+    if has_kernels(a_RN, backend):
+        from lightning_nvfp4.ops.triton import gemm as kernels
+
+        return kernels.tokens(a_RN, b_RK, groups.on_device(a_RN.device), row_scale, column_scale)
+    return grouped.tokens(a_RN, b_RK, groups, row_scale, column_scale)
+
+
+def has_kernels(x: Tensor, backend: str) -> bool:
+    """Return whether fused kernels, which know counts on the device only, work on x."""
+    name = capability.require(backend)
+    return name == "triton" or (name == "auto" and x.is_cuda and capability.has_triton())
 
 
 def _operand(x: QuantizedTensor | Tensor, name: str) -> _Operand:

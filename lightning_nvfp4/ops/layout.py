@@ -93,3 +93,8 @@ def expand_scale(scale: Tensor, shape_LC: torch.Size, spec: QuantSpec, length: i
 def num_elements(shape: tuple[int, ...]) -> int:
     """Return the product of a shape."""
     return math.prod(shape)
+
+
+def per_expert(ndim: int, dim: int) -> bool:
+    """Return whether a tensor is a stack of expert weights, quantized within the experts."""
+    return ndim == 3 and dim != 0

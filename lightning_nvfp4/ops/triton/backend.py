@@ -1,0 +1,91 @@
+"""The Triton kernels as a backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_nvfp4.formats.rounding import STOCHASTIC
+from lightning_nvfp4.ops.interface import Parts, QuantizedMeta
+from lightning_nvfp4.ops.triton import geometry, launch
+from lightning_nvfp4.recipe import QuantSpec
+
+
+def uncovered(x: Tensor, spec: QuantSpec) -> str | None:
+    """Return why the kernels cannot work on x in a format, or ``None``."""
+    if not x.is_cuda and not launch.INTERPRETED:
+        return f"it is on {x.device}, and the kernels run on CUDA (or anywhere with TRITON_INTERPRET=1)"
+    return geometry.uncovered(spec)
+
+
+def quantize(
+    x: Tensor,
+    spec: QuantSpec,
+    dim: int,
+    seed: int | Tensor,
+    amax: Tensor | None,
+    codes: bool,
+    values: torch.dtype | None,
+) -> Parts:
+    """Implement `ops.interface.Backend.quantize`."""
+    return Parts(*launch.quantize(x, spec, dim, _seed(seed, spec, x), amax, codes, values))
+
+
+def decode(
+    codes: Tensor,
+    block_scale: Tensor,
+    tensor_scale: Tensor | None,
+    spec: QuantSpec,
+    shape: tuple[int, ...],
+    dim: int,
+    dtype: torch.dtype,
+    inverse: bool,
+) -> Tensor:
+    """Implement `ops.interface.Backend.decode`."""
+    return launch.decode(codes, block_scale, tensor_scale, spec, shape, dim, dtype, inverse)
+
+
+def transform(x: Tensor, spec: QuantSpec, dim: int) -> Tensor:
+    """Implement `ops.interface.Backend.transform`."""
+    return launch.transform(x, spec, dim)
+
+
+def quantize_twice(
+    x: Tensor, along_last: QuantSpec, along_first: QuantSpec, seed: int | Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Implement `ops.interface.Backend.quantize_twice`."""
+    if along_last == along_first and along_last.format == "mxfp8" and along_last.block == (1, 32):
+        if not along_last.hadamard:
+            _, last, first = launch.both(x, along_last, _seed(seed, along_last, x), False, dtype)
+            assert last is not None and first is not None
+            return last, first
+    last = quantize(x, along_last, 1, seed, None, False, dtype).values
+    first = quantize(x, along_first, 0, seed, None, False, dtype).values
+    assert last is not None and first is not None
+    return last, first
+
+
+def requantize(
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    meta: QuantizedMeta,
+    spec: QuantSpec,
+    dim: int,
+    seed: int | Tensor,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Implement `ops.interface.Backend.requantize`: from NVFP4 along the last dim to a format along the one before."""
+    codes, block_scale, tensor_scale, _ = tensors
+    ndim = len(meta.shape)
+    from_rows = meta.spec.format == "nvfp4" and not meta.spec.hadamard and meta.dim == ndim - 1
+    if not from_rows or spec.format == "nvfp4" or dim != ndim - 2 or ndim > 3 or tensor_scale is None:
+        return None
+    if tensor_scale.ndim and tensor_scale.shape[-1] != 1:
+        return None
+    return launch.requantize(codes, block_scale, tensor_scale, meta.shape, spec, _seed(seed, spec, codes), dtype)
+
+
+def _seed(seed: int | Tensor, spec: QuantSpec, like: Tensor) -> Tensor:
+    """Return the seed on the device; without stochastic rounding any tensor will do."""
+    if spec.rounding != STOCHASTIC:
+        return like
+    return launch.seed_tensor(seed, like.device)

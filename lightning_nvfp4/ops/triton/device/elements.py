@@ -1,0 +1,310 @@
+"""Device functions on single elements: rounding, coding and decoding, by integer and exact floating-point steps.
+
+The steps are those of `ops.reference.elements` and `ops.reference.scales`, so that the bits are the same on every
+device; nothing goes through a hardware cast to FP8 or FP4. Kernels that use them are launched without contraction of
+multiplications and additions (``enable_fp_fusion=False``).
+
+An element type is given by constexprs: M mantissa bits, E the exponent of the smallest normal value, MAX the bits of
+the largest value as float32, TOP the position of its sign bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+EXPONENT = tl.constexpr(0x7F800000)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+SIGN = tl.constexpr(-0x80000000)
+FP32_MAX = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def as_float(bits):
+    """Read int32 bits as float32."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_bits(x):
+    """Read float32 as int32 bits."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def stochastic_steps(magnitude, random, shift, SR: tl.constexpr):
+    """Return int32 steps, rounded at random: up where the fraction of a step beats the random bits.
+
+    With 32 bits that is where floor(fraction * 2^32) > random; with 8, the same of the 8 highest bits of both. The
+    steps stand above the fraction in one 64-bit word, to which the complement of the random bits is added: it carries
+    into the steps where the fraction is larger.
+
+    Args:
+        magnitude: int32 bits of a nonnegative float32.
+        random: uint32.
+        shift: int32, right shift that turns the 24-bit significand into whole steps.
+        SR: 32 or 8.
+    """
+    significand = ((magnitude & 0x7FFFFF) | 0x800000).to(tl.uint64) << 32
+    # Below 2^-39 of a step nothing is left of the significand, nor of that of a subnormal number.
+    word = significand >> tl.minimum(shift, 63).to(tl.uint64)
+    if SR == 8:
+        word = word & 0xFFFFFFFFFF000000
+    return ((word + (random ^ 0xFFFFFFFF).to(tl.uint64)) >> 32).to(tl.int32)
+
+
+@triton.jit
+def small_float(integer):
+    """Return a nonnegative int32 below 2^23 as float32, by its bits: a conversion is slow."""
+    return as_float(integer | 0x4B000000) - 8388608.0
+
+
+@triton.jit
+def round_float(x, random, M: tl.constexpr, E: tl.constexpr, MAX: tl.constexpr, SR: tl.constexpr):
+    """Round float32 to an element type of floating-point kind, saturating (also NaN).
+
+    SR is 0 for nearest, ties to even, or the number of random bits of `random` (uint32) that decide.
+
+    Returns:
+        Magnitudes of the results, float32, and their codes without sign, int32.
+    """
+    magnitude = tl.minimum(as_bits(x) & MAGNITUDE, MAX)
+    exponent = tl.maximum(magnitude & EXPONENT, (E + 127) << 23)
+    if SR == 0:
+        # The FP32 adder rounds to nearest: the last bit of the anchor has the weight of a step.
+        anchor = exponent + ((23 - M) << 23)
+        total = as_float(magnitude) + as_float(anchor)
+        value = total - as_float(anchor)
+        steps = as_bits(total) - anchor
+    else:
+        shift = tl.maximum((E - M + 150) - (magnitude >> 23), 23 - M)
+        steps = stochastic_steps(magnitude, random, shift, SR)
+        value = small_float(steps) * as_float(exponent - (M << 23))
+    code = steps + ((exponent >> (23 - M)) - ((E + 127) << M))
+    return value, code
+
+
+@triton.jit
+def round_unscaled(x, lowest, random, M: tl.constexpr, SR: tl.constexpr):
+    """Round float32 under a power-of-two scale without applying it: `round_float` of scaled x, scaled back.
+
+    Only for scales under which nothing saturates and no float32 on the way leaves the normal range; see `plain_scales`.
+
+    Args:
+        x: float32, zero or normal in the range of its block; a subnormal number has no steps.
+        lowest: int32 bits of the smallest normal value of the element type, times the scale.
+        random: as `round_float`.
+        M: mantissa bits.
+        SR: as `round_float`.
+
+    Returns:
+        Magnitudes of the scaled results, float32, and their codes without sign, int32.
+    """
+    magnitude = as_bits(x) & MAGNITUDE
+    exponent = tl.maximum(magnitude & EXPONENT, lowest)
+    if SR == 0:
+        anchor = exponent + ((23 - M) << 23)
+        total = as_float(magnitude) + as_float(anchor)
+        value = total - as_float(anchor)
+        steps = as_bits(total) - anchor
+    else:
+        shift = tl.maximum((lowest >> 23) + (23 - M) - (magnitude >> 23), 23 - M)
+        steps = stochastic_steps(magnitude, random, shift, SR)
+        value = small_float(steps) * as_float(exponent - (M << 23))
+    return value, steps + ((exponent - lowest) >> (23 - M))
+
+
+@triton.jit
+def lowest_of(code, E: tl.constexpr):
+    """Return `lowest` of `round_unscaled` for E8M0 codes that pass `plain_scales`; any will do for a block of zeros."""
+    return (tl.maximum(code, 50) + E) << 23
+
+
+@triton.jit
+def plain_scales(top, code):
+    """Return 1 if `round_unscaled` may work under every one of these E8M0 scales, else 0.
+
+    Away from both ends of the range of float32: 2^20 times the largest element is finite, and of a subnormal number
+    less than 2^-32 of a step is left. Blocks of zeros always pass, blocks that are not finite never.
+    """
+    plain = (top == 0) | ((code >= 50) & (code <= 226))
+    return tl.min(tl.min(plain.to(tl.int32), axis=1), axis=0)
+
+
+@triton.jit
+def round_fixed(steps, random, SR: tl.constexpr):
+    """Round float32 numbers of steps to integers in -127..127, as int32."""
+    magnitude = tl.minimum(as_bits(steps) & MAGNITUDE, 0x42FE0000)
+    if SR == 0:
+        integer = as_bits(as_float(magnitude) + 8388608.0) & 0xFF
+    else:
+        integer = stochastic_steps(magnitude, random, 150 - (magnitude >> 23), SR)
+    return tl.where(as_bits(steps) < 0, -integer, integer)
+
+
+@triton.jit
+def with_sign(value, x):
+    """Give a nonnegative float32 the sign of x."""
+    return as_float(as_bits(value) | (as_bits(x) & SIGN))
+
+
+@triton.jit
+def sign_code(x, TOP: tl.constexpr):
+    """Return the sign bit of float32 x at bit TOP of a code."""
+    return (as_bits(x) >> (31 - TOP)) & (1 << TOP)
+
+
+@triton.jit
+def decode_float(code, M: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr):
+    """Return the float32 values of int32 codes (NaN codes give a finite value).
+
+    Shifted to the top of a float32, an exponent field is off by a constant, which one exact product makes good.
+    """
+    magnitude = as_float((code & ((1 << TOP) - 1)) << (23 - M)) * as_float(tl.full((), (253 + E) << 23, tl.int32))
+    return as_float(as_bits(magnitude) | ((code >> TOP) << 31))
+
+
+@triton.jit
+def power_of_two(code):
+    """Return 2^(code - 127) as float32 for int32 E8M0 codes 0..254."""
+    return as_float(tl.where(code == 0, 1 << 22, code << 23))
+
+
+@triton.jit
+def e8m0_value(code):
+    """Return the float32 value of int32 E8M0 codes; 255 gives NaN."""
+    return as_float(tl.where(code == 255, 0x7FC00000, as_bits(power_of_two(code))))
+
+
+@triton.jit
+def e4m3_value(code):
+    """Return the float32 value of int32 E4M3 codes without sign; 0x7F gives NaN."""
+    return as_float(tl.where(code == 0x7F, 0x7FC00000, as_bits(decode_float(code, 3, -6, 7))))
+
+
+@triton.jit
+def encode_tensor_scale(amax):
+    """Return the encode tensor scale of NVFP4; see `ops.reference.scales.encode_tensor_scale`."""
+    encode = tl.minimum(tl.div_rn(tl.full(amax.shape, 2688.0, tl.float32), amax), FP32_MAX)
+    return tl.where((amax == 0.0) | (encode == 0.0), 1.0, encode)
+
+
+@triton.jit
+def reciprocal(x):
+    """Return RN(1 / x)."""
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
+def sixth_of(encode):
+    """Return what block amaxes are multiplied by, RN(encode / 6); 1/6 as a multiplier rounds up, as in TE."""
+    return encode * 0.16666666666666666
+
+
+@triton.jit
+def nvfp4_scales(top, sixth, decode):
+    """Return code (int32), value and element factor (float32) of E4M3 block scales.
+
+    Args:
+        top: int32 magnitude bits of the block amax; above those of the largest float32 the block is not finite.
+        sixth: `sixth_of` the encode tensor scale, broadcastable to `top`.
+        decode: decode tensor scale, likewise.
+    """
+    bad = top >= EXPONENT
+    amax = as_float(tl.where(bad, 0, top))
+    value, code = round_float(amax * sixth, amax, 3, -6, 0x43E00000, 0)
+    factor = tl.minimum(reciprocal(value * decode), FP32_MAX)
+    return tl.where(bad, 0x7F, code), as_float(tl.where(bad, 0x7FC00000, as_bits(value))), factor
+
+
+@triton.jit
+def e8m0_scales(
+    top,
+    RULE: tl.constexpr,
+    MAX: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
+    ZERO: tl.constexpr,
+):
+    """Return code (int32), value and element factor (float32) of E8M0 block scales.
+
+    Args:
+        top: int32 magnitude bits of the block amax.
+        RULE: 0 floor, 1 ceil of a rounded product, 2 ceil by exact comparison; see `ops.reference.scales`.
+        MAX: bits of the largest element value as float32.
+        RECIPROCAL: one over that value.
+        MAX_EXPONENT: its exponent.
+        ZERO: code of a block of zeros.
+    """
+    bad = top >= EXPONENT
+    top = tl.where(bad, 0, top)
+    if RULE == 0:
+        code = (top >> 23) - MAX_EXPONENT
+    elif RULE == 1:
+        ratio = as_bits(as_float(top) * RECIPROCAL)
+        threshold = tl.where(ratio < 0x800000, 1 << 22, 0)
+        code = (ratio >> 23) + ((ratio & 0x7FFFFF) > threshold).to(tl.int32)
+    else:
+        fraction: tl.constexpr = MAX & 0x7FFFFF
+        exponent: tl.constexpr = (MAX >> 23) - 127
+        code = (top >> 23) - exponent + ((top & 0x7FFFFF) > fraction).to(tl.int32)
+        if exponent == 0:
+            code = tl.where(top < 0x800000, (top > ((0x800000 + fraction) >> 1)).to(tl.int32), code)
+    code = tl.minimum(tl.maximum(code, 0), 254)
+    if ZERO > 0:
+        code = tl.where(top == 0, ZERO, code)
+    value = as_float(tl.where(bad, 0x7FC00000, as_bits(power_of_two(code))))
+    return tl.where(bad, 0xFF, code), value, power_of_two(254 - code)
+
+
+@triton.jit
+def philox_words(seed, draw):
+    """Return the four uint32 words of the draws at int64 counters under an int64 seed; see `ops.reference.philox`.
+
+    Products are 64 bits wide, one instruction for both halves; Triton's own generator takes two.
+    """
+    key = seed.to(tl.uint64, bitcast=True)
+    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    c0, c1 = draw.to(tl.uint32), (draw >> 32).to(tl.uint32)
+    c2, c3 = c0 & 0, c0 & 0
+    for _ in tl.static_range(10):
+        p0 = c0.to(tl.uint64) * 0xD2511F53
+        p1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def random_at(seed, index):
+    """Return uint32 random bits of elements by their int64 row-major index, one draw each."""
+    w0, w1, w2, w3 = philox_words(seed, index >> 2)
+    word = (index & 3).to(tl.int32)
+    return tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+
+
+@triton.jit
+def butterflies(x, ROWS: tl.constexpr, NUM: tl.constexpr, N: tl.constexpr):
+    """Apply the unnormalized Hadamard transform of length N along the last dim of (ROWS, NUM, N), in a fixed order."""
+    x = _butterfly(x, ROWS * NUM, N, 1)
+    if N > 2:
+        x = _butterfly(x, ROWS * NUM, N, 2)
+    if N > 4:
+        x = _butterfly(x, ROWS * NUM, N, 4)
+    if N > 8:
+        x = _butterfly(x, ROWS * NUM, N, 8)
+    if N > 16:
+        x = _butterfly(x, ROWS * NUM, N, 16)
+    if N > 32:
+        x = _butterfly(x, ROWS * NUM, N, 32)
+    if N > 64:
+        x = _butterfly(x, ROWS * NUM, N, 64)
+    return tl.reshape(x, (ROWS, NUM, N))
+
+
+@triton.jit
+def _butterfly(x, GROUPS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr):
+    pairs = tl.permute(tl.reshape(x, (GROUPS * (N // (2 * HALF)), 2, HALF)), (0, 2, 1))
+    upper, lower = tl.split(pairs)
+    return tl.permute(tl.join(upper + lower, upper - lower), (0, 2, 1))

@@ -1,0 +1,214 @@
+"""Device functions on tiles of blocks: maxima, scales, random bits and rounding, shared by the kernels.
+
+A tile has the shape (L, C, B): L rows of C blocks of B elements, whatever the order of its elements in memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_nvfp4.ops.triton.device.elements import (
+    EXPONENT,
+    MAGNITUDE,
+    as_bits,
+    as_float,
+    butterflies,
+    decode_float,
+    e4m3_value,
+    e8m0_scales,
+    e8m0_value,
+    lowest_of,
+    nvfp4_scales,
+    philox_words,
+    plain_scales,
+    round_fixed,
+    round_float,
+    round_unscaled,
+    sign_code,
+    with_sign,
+)
+
+
+@triton.jit
+def transform(x, position, SIGNS: tl.constexpr, N: tl.constexpr, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
+    """Apply the random Hadamard transform of length N along (C, B) and round to BF16 once; float32 in and out.
+
+    Args:
+        x: (L, C, B).
+        position: int32 (1, C, B), index of an element in its row.
+        SIGNS: bit i set = element i of each 16 is negated.
+    """
+    half: tl.constexpr = 2.0 ** -((N.bit_length() - 1) // 2)
+    after: tl.constexpr = 0.7071067811865476 if N == 32 or N == 128 else 1.0
+    negative = (SIGNS >> (position % 16)) & 1
+    x = x * tl.where(negative == 1, -half, half)
+    x = butterflies(tl.reshape(x, (L, C * B // N, N)), L, C * B // N, N)
+    return tl.reshape(_to_bf16(x * after), (L, C, B))
+
+
+@triton.jit
+def _to_bf16(x):
+    """Round float32 to BF16 values, ties to even, by integer arithmetic; infinities and NaNs stay what they are."""
+    bits = as_bits(x)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return as_float(tl.where((bits & MAGNITUDE) > EXPONENT, bits | 0x400000, rounded))
+
+
+@triton.jit
+def block_tops(x, ROWS: tl.constexpr, L: tl.constexpr, C: tl.constexpr):
+    """Return the int32 magnitude bits (L, C) of the largest element of each block, of ROWS rows in 2D blocks."""
+    top = tl.max(as_bits(x) & MAGNITUDE, axis=2)
+    if ROWS > 1:
+        tile = tl.max(tl.reshape(top, (L // ROWS, ROWS, C)), axis=1, keep_dims=True)
+        top = tl.reshape(tl.broadcast_to(tile, (L // ROWS, ROWS, C)), (L, C))
+    return top
+
+
+@triton.jit
+def finite_top(x):
+    """Return int32 magnitude bits of the largest finite element of each row (L,); 0 where there is none."""
+    # Infinity and NaN wrap to negative numbers.
+    shifted = (as_bits(x) & MAGNITUDE) + 0x00800000
+    return tl.maximum(tl.max(tl.max(shifted, axis=2), axis=1), 0x00800000) - 0x00800000
+
+
+@triton.jit
+def random_tile(seed, base, sl, sk, AXIS: tl.constexpr, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
+    """Return uint32 random bits (L, C, B) of elements at row-major index base + l * sl + (c * B + b) * sk.
+
+    One draw serves four elements next to each other along AXIS: 2 along the blocks, 0 across rows. Their indices start
+    at a multiple of four.
+    """
+    c = tl.arange(0, C)[None, :, None]
+    if AXIS == 2:
+        l = tl.arange(0, L)[:, None, None]
+        b = 4 * tl.arange(0, B // 4)[None, None, :]
+    else:
+        l = 4 * tl.arange(0, L // 4)[:, None, None]
+        b = tl.arange(0, B)[None, None, :]
+    w0, w1, w2, w3 = philox_words(seed, (base + l * sl + (c * B + b) * sk) >> 2)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    if AXIS == 0:
+        words = tl.permute(words, (0, 3, 4, 1, 2))
+    return tl.reshape(words, (L, C, B))
+
+
+@triton.jit
+def scales_of(
+    top,
+    sixth,
+    decode,
+    NV: tl.constexpr,
+    RULE: tl.constexpr,
+    MAX: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
+    ZERO: tl.constexpr,
+):
+    """Return code (int32), value and element factor (float32), all (L, C), of the block scales.
+
+    Args:
+        top: int32 magnitude bits of the blocks (L, C).
+        sixth: float32 `sixth_of` the encode tensor scale, broadcastable to (L, C); only for NVFP4.
+        decode: float32 decode tensor scale, likewise.
+    """
+    if NV:
+        return nvfp4_scales(top, sixth, decode)
+    return e8m0_scales(top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
+
+
+@triton.jit
+def round_tile(
+    x,
+    top,
+    scale_code,
+    scale,
+    factor,
+    random,
+    NV: tl.constexpr,
+    RULE: tl.constexpr,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    MAX: tl.constexpr,
+    TOP: tl.constexpr,
+    SR: tl.constexpr,
+):
+    """Return values in units of the tensor scale (float32) and codes (int32), both (L, C, B).
+
+    M is -1 for the fixed-point S2F6. Blocks with a NaN scale have NaN values.
+    """
+    if M == -1:
+        code = round_fixed(x * factor[:, :, None] * 64.0, random, SR)
+        value = code.to(tl.float32) * 0.015625 * scale[:, :, None]
+    else:
+        if NV or RULE == 0:
+            value, code = round_float(x * factor[:, :, None], random, M, E, MAX, SR)
+            value = value * scale[:, :, None]
+        elif plain_scales(top, scale_code) == 1:
+            value, code = round_unscaled(x, lowest_of(scale_code, E)[:, :, None], random, M, SR)
+        else:
+            value, code = round_float(x * factor[:, :, None], random, M, E, MAX, SR)
+            value = value * scale[:, :, None]
+        value = with_sign(value, x)
+        code = code | sign_code(x, TOP)
+    return value, code
+
+
+@triton.jit
+def pack_nibbles(code, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
+    """Return int32 bytes (L, C, B / 2) of int32 codes (L, C, B): element 2i in the low four bits."""
+    low, high = tl.split(tl.reshape(code, (L, C, B // 2, 2)))
+    return low | (high << 4)
+
+
+@triton.jit
+def unpack_rows(byte, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
+    """Return int32 codes (L, C, B) of bytes (L / 2, C, B) that pair elements of neighbouring rows."""
+    codes = tl.permute(tl.join(byte & 0xF, byte >> 4), (0, 3, 1, 2))
+    return tl.reshape(codes, (L, C, B))
+
+
+@triton.jit
+def decode_packed(byte, scale, tensor_scale, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr):
+    """Dequantize an NVFP4 tile whose blocks run across rows of this one: (L / 2, C, B) bytes to (L, C, B) float32.
+
+    Args:
+        byte: int32.
+        scale: int32 E4M3 codes (L / GROUP, C, B).
+        tensor_scale: float32, broadcastable to (L, C, B).
+        GROUP: rows that share a scale, 16.
+    """
+    values = decode_float(unpack_rows(byte, L, C, B), 1, 0, 3)
+    scale = tl.reshape(e4m3_value(scale), (L // GROUP, 1, C, B))
+    scale = tl.reshape(tl.broadcast_to(scale, (L // GROUP, GROUP, C, B)), (L, C, B))
+    return (values * scale) * tensor_scale
+
+
+@triton.jit
+def decode_tile(code, scale_code, NV: tl.constexpr, M: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr):
+    """Return float32 (L, C, B) codes times block scales; NaN in blocks that are not finite.
+
+    Args:
+        code: int32 (L, C, B); sign-extended for S2F6 (M = -1).
+        scale_code: int32 (L, C).
+    """
+    if NV:
+        scale = e4m3_value(scale_code)
+    else:
+        scale = e8m0_value(scale_code)
+    if M == -1:
+        value = code.to(tl.float32) * 0.015625
+    else:
+        value = decode_float(code, M, E, TOP)
+    return value * scale[:, :, None]
+
+
+@triton.jit
+def inverse(y, position, SIGNS: tl.constexpr, N: tl.constexpr, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
+    """Undo `transform` up to its rounding; float32 (L, C, B) in and out."""
+    half: tl.constexpr = 2.0 ** -((N.bit_length() - 1) // 2)
+    after: tl.constexpr = 0.7071067811865476 if N == 32 or N == 128 else 1.0
+    x = butterflies(tl.reshape(y * half, (L, C * B // N, N)), L, C * B // N, N) * after
+    negative = (SIGNS >> (position % 16)) & 1
+    return tl.reshape(x, (L, C, B)) * tl.where(negative == 1, -1.0, 1.0)

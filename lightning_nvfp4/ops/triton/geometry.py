@@ -1,0 +1,128 @@
+"""How the kernels see a tensor: sizes and strides, the constants of a format, and the size of a tile."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lightning_nvfp4.formats.block import BLOCK_FORMATS, HADAMARD_SIGNS
+from lightning_nvfp4.formats.element import ELEMENTS, S2F6
+from lightning_nvfp4.formats.rounding import STOCHASTIC
+from lightning_nvfp4.ops.layout import block_of, num_blocks
+from lightning_nvfp4.recipe import QuantSpec
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SIGN_PERIOD = 16
+_MAX_GRID = 65535
+
+
+def uncovered(spec: QuantSpec) -> str | None:
+    """Return why the kernels cannot run a format, or ``None``."""
+    if spec.four_over_six:
+        return "four_over_six adds errors in sequence and has no kernel"
+    if spec.hadamard and spec.hadamard_signs and _SIGN_PERIOD % len(spec.hadamard_signs):
+        return f"hadamard_signs of {len(spec.hadamard_signs)} entries have no kernel, only of up to {_SIGN_PERIOD}"
+    return None
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as (A, B, L, K): sizes and element strides; K is the quantized dim."""
+
+    sizes: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+
+
+def view(shape: tuple[int, ...], dim: int, stride: tuple[int, ...] | None = None) -> View:
+    """Return the view of a contiguous tensor (or of a tensor of up to three dims with any strides)."""
+    before, after, length = shape[:dim], shape[dim + 1 :], shape[dim]
+    if stride is not None and len(shape) <= 3:
+        rest = [(n, s) for d, (n, s) in enumerate(zip(shape, stride, strict=True)) if d != dim]
+        (outer, so), (nl, sl) = [(1, 0)] * (2 - len(rest)) + rest
+        if dim == 0:
+            return View((1, outer, nl, length), (0, so, sl, stride[dim]))
+        return View((outer, 1, nl, length), (so, 0, sl, stride[dim]))
+    if not after:
+        rows = before[-1] if before else 1
+        return View((math.prod(before[:-1]), 1, rows, length), (rows * length, 0, length, 1))
+    inner = math.prod(after)
+    return View((math.prod(before), inner // after[-1], after[-1], length), (length * inner, after[-1], 1, inner))
+
+
+@functools.cache
+def constants_of(spec: QuantSpec) -> dict[str, Any]:
+    """Return the constexprs of a format."""
+    element, block = ELEMENTS[spec.element or ""], BLOCK_FORMATS[spec.format]
+    signs = spec.hadamard_signs or HADAMARD_SIGNS
+    repeated = signs * (_SIGN_PERIOD // len(signs))
+    nv = spec.format == "nvfp4"
+    rule = 0 if spec.scale_rule == "floor" else 1 if spec.format == "mxfp8" else 2
+    return {
+        "NV": nv,
+        "M": -1 if element is S2F6 else element.mantissa_bits,
+        "E": 0 if element is S2F6 else element.min_exponent,
+        "MAX": _float_bits(element.max),
+        "RECIPROCAL": 1.0 / element.max,
+        "MAX_EXPONENT": element.max_exponent,
+        "TOP": element.bits - 1,
+        "RULE": rule,
+        "ZERO": block.zero_block_scale,
+        "SR": spec.sr_bits if spec.rounding == STOCHASTIC else 0,
+        "SIGNS": sum(1 << i for i, sign in enumerate(repeated) if sign < 0),
+        "HADAMARD": spec.hadamard or 0,
+        "ROWS": block_of(spec)[0],
+        "BLOCK": block_of(spec)[1],
+    }
+
+
+def _float_bits(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def tile_of(spec: QuantSpec, v: View, codes: bool, elements: int = 4096) -> tuple[int, int]:
+    """Return rows and blocks of a tile: long runs of memory in what is read, and in codes where they are written."""
+    rows, length = block_of(spec)
+    blocks = num_blocks(v.sizes[3], spec)
+    least = max(1, (spec.hadamard or 1) // length)
+    if v.strides[3] == 1:
+        c = max(least, min(power_of_two(blocks), max(1, 1024 // length)))
+    else:
+        c = max(least, min(power_of_two(blocks), max(1, (64 if codes else 32) // length)))
+    return max(rows, min(power_of_two(v.sizes[2]), elements // (c * length))), c
+
+
+def grid_of(batches: int, num_l: int, num_c: int, rows: int, c: int) -> tuple[tuple[int, int], int]:
+    """Return the grid (batches x tiles along C, tiles along L), and the rows of a tile, more where CUDA needs it."""
+    while triton.cdiv(num_l, rows) > _MAX_GRID:
+        rows *= 2
+    return (batches * triton.cdiv(num_c, c), triton.cdiv(num_l, rows)), rows
+
+
+def warps_of(elements: int) -> int:
+    """Return how many warps share a tile."""
+    return 4 if elements <= 8192 else 8 if elements <= 16384 else 16
+
+
+def prepare(x: Tensor, dim: int, stochastic: bool) -> tuple[Tensor, View]:
+    """Return a tensor that the kernels can read, and its view.
+
+    Stochastic rounding numbers elements by their place in memory, which then has to be row-major.
+    """
+    x = x.detach().resolve_neg()
+    if x.dtype not in DTYPES:
+        x = x.to(torch.float32)
+    if x.ndim <= 3 and not stochastic:
+        return x, view(tuple(x.shape), dim, x.stride())
+    x = x.contiguous()
+    return x, view(tuple(x.shape), dim)

@@ -1,0 +1,361 @@
+"""Host side of the kernels: one function for each, which lays out the results and launches."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lightning_nvfp4.formats.block import BLOCK_FORMATS
+from lightning_nvfp4.formats.rounding import STOCHASTIC
+from lightning_nvfp4.ops.layout import num_blocks, per_expert, stored_length
+from lightning_nvfp4.ops.triton.device import both_kernel
+from lightning_nvfp4.ops.triton.device import quantize_kernel as kernels
+from lightning_nvfp4.ops.triton.geometry import (
+    DTYPES,
+    View,
+    constants_of,
+    grid_of,
+    power_of_two,
+    prepare,
+    tile_of,
+    view,
+    warps_of,
+)
+from lightning_nvfp4.recipe import QuantSpec
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run in Triton's interpreter, on the CPU; read when triton is imported."""
+_MAX_ROW = 16384
+"""Longest row whose amax and codes one program finds, elements in registers."""
+
+
+def amax(x: Tensor, spec: QuantSpec, dim: int) -> Tensor:
+    """Return the amax of the tensor scale, as `ops.reference.quantize.tensor_amax` (after RHT)."""
+    x, v = prepare(x, dim, False)
+    na, nb, nl, nk = v.sizes
+    if spec.tensor_scale == "row":
+        out = torch.zeros(*x.shape[:dim], *x.shape[dim + 1 :], 1, dtype=torch.int32, device=x.device)
+        strides = (nb * nl, nl)
+    elif per_expert(x.ndim, dim):
+        out = torch.zeros(na, 1, 1, dtype=torch.int32, device=x.device)
+        strides = (1, 0)
+    else:
+        out = torch.zeros((), dtype=torch.int32, device=x.device)
+        strides = (0, 0)
+    constants = constants_of(spec)
+    rows, c = tile_of(spec, v, False)
+    block = constants["BLOCK"]
+    steps = max(1, min(4, triton.cdiv(nk, c * block)))
+    grid = (na * nb * triton.cdiv(nl, rows) * triton.cdiv(nk, steps * c * block),)
+    _launch(
+        kernels.amax_kernel,
+        grid,
+        x,
+        x, out, nb, nl, nk, *v.strides, *strides,
+        SIGNS=constants["SIGNS"], HADAMARD=constants["HADAMARD"], L_TILE=rows, C=c, BLOCK=block, STEPS=steps,
+        PER_ROW=spec.tensor_scale == "row",
+        num_warps=4,
+    )  # fmt: skip
+    return out.view(torch.float32)
+
+
+def quantize(
+    x: Tensor,
+    spec: QuantSpec,
+    dim: int,
+    seed: Tensor,
+    amax_: Tensor | None,
+    codes: bool,
+    values: torch.dtype | None,
+    index: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Quantize in one read of x (two for a tensor scale over more than a row).
+
+    Args:
+        x: any floating-point dtype, not empty.
+        spec: a format without an `uncovered` reason.
+        dim: the quantized dim, non-negative.
+        seed: 0-dim int64 on x's device.
+        amax_: explicit amax, broadcastable to (L, C), or ``None``.
+        codes: return codes and block scales, as the contract lays them out.
+        values: return unscaled values of this dtype, in x's layout with `dim` of the stored length.
+        index: int32 (rows,), for 2D x quantized along its last dim: row i of the result is row index[i] of x, a row of
+            zeros where that is negative.
+
+    Returns:
+        codes, block scales, values, decode tensor scale, amax; ``None`` for what was not asked for or does not exist.
+    """
+    stochastic = spec.rounding == STOCHASTIC
+    x, v = prepare(x, dim, stochastic)
+    constants = constants_of(spec)
+    num_rows, index_or_x = (0, x) if index is None else (len(index), index)
+    shape = tuple(x.shape) if index is None else (num_rows, x.shape[1])
+    na, nb, nl, nk = v.sizes if index is None else (1, 1, num_rows, x.shape[1])
+    length, num_c, block = stored_length(nk, spec), num_blocks(nk, spec), constants["BLOCK"]
+    v = View((na, nb, nl, nk), v.strides)
+    rows, c = tile_of(spec, v, codes)
+    lead = [n for d, n in enumerate(shape) if d != dim]
+    row_amax, per_block, strides = False, False, (0, 0, 0, 0)
+    sixth = tensor_scale = None
+    if constants["NV"]:
+        row_amax = amax_ is None and spec.tensor_scale == "row" and v.strides[3] == 1 and length <= _MAX_ROW
+        if row_amax:
+            c = max(power_of_two(num_c), (spec.hadamard or 1) // block, 1)
+            rows = max(constants["ROWS"], min(power_of_two(nl), max(1, 4096 // (c * block))))
+            amax_, tensor_scale = (torch.empty(*lead, 1, dtype=torch.float32, device=x.device) for _ in range(2))
+            sixth = amax_
+        else:
+            amax_ = amax(x if index is None else _gathered(x, index), spec, dim) if amax_ is None else amax_
+            sixth, tensor_scale = tensor_scales(amax_)
+        per_block = amax_.ndim > 0 and amax_.shape[-1] > 1
+        strides = sixth.expand(*lead, num_c).reshape(na, nb, nl, num_c).stride()
+    four_bits = constants["TOP"] == 3
+    stored = (length + 1) // 2 if four_bits else length
+    code_dtype = torch.int8 if constants["M"] == -1 else torch.uint8
+    out_codes = torch.empty(*lead, stored, dtype=code_dtype, device=x.device) if codes else None
+    out_scale = torch.empty(*lead, num_c, dtype=torch.uint8, device=x.device) if codes else None
+    out_values, vs = None, (0, 0, 0, 0)
+    if values is not None:
+        out_shape = (*shape[:dim], length, *shape[dim + 1 :])
+        out_values = torch.empty(out_shape, dtype=values, device=x.device)
+        vs = view(out_shape, dim).strides
+    draw_axis = -1
+    if stochastic and length == nk and index is None:
+        if v.strides[3] == 1 and nk % 4 == 0:
+            draw_axis = 2
+        elif v.strides[2] == 1 and nl % 4 == 0 and rows % 4 == 0:
+            draw_axis = 0
+    grid, rows = grid_of(na * nb, nl, num_c, rows, c)
+    arguments = (
+        x, x, x, index_or_x, _or(amax_, x), _or(sixth, x), _or(tensor_scale, x),
+        _or(out_codes, x), _or(out_scale, x), _or(out_values, x), seed,
+        nb, nl, nk, length, stored, num_c, x.numel(), *v.strides, 0, 0, 0, 0, 0, *strides, *vs,
+    )  # fmt: skip
+    flags = {
+        "PACKED": False,
+        "GATHER": index is not None,
+        "BATCHED": na * nb > 1,
+        "EVEN": nl % rows == 0 and nk % (c * block) == 0,
+        "ROW_AMAX": row_amax,
+        "PER_BLOCK": per_block,
+        "HAS_CODES": codes,
+        "HAS_VALUES": values is not None,
+        "DRAW_AXIS": draw_axis,
+    }
+    tile = {"L_TILE": rows, "C": c, "num_warps": warps_of(rows * c * block)}
+    _launch(kernels.quantize_kernel, grid, x, *arguments, **flags, **constants, **tile)
+    return out_codes, out_scale, out_values, tensor_scale, amax_
+
+
+def requantize(
+    codes: Tensor,
+    block_scale: Tensor,
+    tensor_scale: Tensor,
+    source_shape: tuple[int, ...],
+    spec: QuantSpec,
+    seed: Tensor,
+    values: torch.dtype,
+) -> Tensor:
+    """Dequantize NVFP4 codes along the last dim and quantize along the one before it, in one pass.
+
+    Args:
+        codes: of a contract `QuantizedTensor` of 2D or 3D shape, without RHT.
+        block_scale: likewise.
+        tensor_scale: likewise.
+        source_shape: its shape, (N, K) or (E, N, K).
+        spec: an E8M0 format for the result.
+        seed: 0-dim int64 for stochastic rounding by index in the dequantized tensor.
+        values: dtype of the result.
+
+    Returns:
+        Unscaled values of `source_shape` (N of the stored length).
+    """
+    constants = constants_of(spec)
+    *experts, n, k = source_shape
+    na = math.prod(experts)
+    length, num_c = stored_length(n, spec), num_blocks(n, spec)
+    c = max(1, (spec.hadamard or 1) // constants["BLOCK"])
+    rows = max(constants["ROWS"], 16, min(power_of_two(k), 4096 // (c * constants["BLOCK"])))
+    grid, rows = grid_of(na, k, num_c, rows, c)
+    out = torch.empty(*experts, length, k, dtype=values, device=codes.device)
+    stochastic = spec.rounding == STOCHASTIC
+    draw_axis = 0 if stochastic and k % 4 == 0 and length == n else -1
+    stored, blocks = codes.shape[-1], block_scale.shape[-1]
+    scale = tensor_scale.expand(*experts, n, 1).reshape(na, n)
+    arguments = (
+        codes, block_scale, scale, codes, codes, codes, codes, codes, codes, out, seed,
+        1, k, n, length, 0, num_c, na * n * k,
+        n * k, 0, 1, k, n * stored, stored, blocks, scale.stride(0), scale.stride(1), 0, 0, 0, 0, length * k, 0, 1, k,
+    )  # fmt: skip
+    flags = {
+        "PACKED": True,
+        "GATHER": False,
+        "BATCHED": na > 1,
+        "EVEN": k % rows == 0 and n % (c * constants["BLOCK"]) == 0,
+        "ROW_AMAX": False,
+        "PER_BLOCK": False,
+        "HAS_CODES": False,
+        "HAS_VALUES": True,
+        "DRAW_AXIS": draw_axis,
+    }
+    tile = {"L_TILE": rows, "C": c, "num_warps": 4}
+    _launch(kernels.quantize_kernel, grid, codes, *arguments, **flags, **constants, **tile)
+    return out
+
+
+def decode(
+    codes: Tensor,
+    block_scale: Tensor,
+    tensor_scale: Tensor | None,
+    spec: QuantSpec,
+    shape: tuple[int, ...],
+    dim: int,
+    dtype: torch.dtype,
+    inverse: bool,
+    index: Tensor | None = None,
+    num_rows: int = 0,
+) -> Tensor:
+    """Decode in one read: codes times block scales, times tensor scale where given, then the inverse RHT if asked.
+
+    Args:
+        codes: of the contract.
+        block_scale: likewise.
+        tensor_scale: likewise, or ``None``.
+        spec: their format.
+        shape: of the tensor that was quantized; without `inverse` the result has the stored length along `dim`.
+        dim: the quantized dim in it.
+        dtype: of the result.
+        inverse: apply the inverse transform.
+        index: int32 (rows,), for 2D codes along the last dim: row i goes to row index[i] of the result (nowhere if
+            negative), whose other rows are zeros.
+        num_rows: rows of the result under `index`.
+    """
+    constants = constants_of(spec)
+    if not inverse:
+        shape = (*shape[:dim], stored_length(shape[dim], spec), *shape[dim + 1 :])
+    source = view((*shape[:dim], codes_length(codes, spec), *shape[dim + 1 :]), dim)
+    na, nb, nl, nk = source.sizes
+    num_c = block_scale.shape[-1]
+    if index is None:
+        out = torch.empty(shape, dtype=dtype, device=codes.device)
+    else:
+        out = torch.zeros(num_rows, shape[1], dtype=dtype, device=codes.device)
+    strides = view(tuple(out.shape), dim).strides
+    tensor_strides = (0, 0, 0, 0)
+    if tensor_scale is not None:
+        lead = [n for d, n in enumerate(shape) if d != dim]
+        spread = tensor_scale.expand(*lead, num_c).reshape(na, nb, nl, num_c)
+        tensor_scale, tensor_strides = spread, spread.stride()
+    rows, c = tile_of(spec, View((na, nb, nl, nk), strides), True)
+    grid = (na * nb * triton.cdiv(nl, rows) * triton.cdiv(num_c, c),)
+    hadamard = constants["HADAMARD"] if inverse else 0
+    _launch(
+        kernels.decode_kernel,
+        grid,
+        codes,
+        codes, block_scale, _or(tensor_scale, codes), _or(index, codes), out,
+        nb, nl, shape[dim], codes.shape[-1], num_c, *tensor_strides, *strides,
+        SCATTER=index is not None, HAS_TENSOR=tensor_scale is not None, HADAMARD=hadamard,
+        **{name: constants[name] for name in ("NV", "M", "E", "TOP", "SIGNS", "BLOCK")},
+        L_TILE=rows, C=c, num_warps=warps_of(rows * c * constants["BLOCK"]),
+    )  # fmt: skip
+    return out
+
+
+def transform(x: Tensor, spec: QuantSpec, dim: int) -> Tensor:
+    """Return x under the spec's Hadamard transform, float32, `dim` padded to whole transforms."""
+    x, v = prepare(x, dim, False)
+    constants = constants_of(spec)
+    shape = (*x.shape[:dim], stored_length(x.shape[dim], spec), *x.shape[dim + 1 :])
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    na, nb, nl, nk = v.sizes
+    c = 1 if v.strides[3] != 1 else max(1, min(power_of_two(shape[dim]), 1024) // constants["HADAMARD"])
+    rows = max(1, min(power_of_two(nl), 4096 // (c * constants["HADAMARD"])))
+    grid = (na * nb * triton.cdiv(nl, rows) * triton.cdiv(shape[dim], c * constants["HADAMARD"]),)
+    _launch(
+        kernels.transform_kernel, grid, x, x, out, nb, nl, nk, shape[dim], *v.strides, *view(shape, dim).strides,
+        SIGNS=constants["SIGNS"], HADAMARD=constants["HADAMARD"], L_TILE=rows, C=c, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def both(
+    x: Tensor, spec: QuantSpec, seed: Tensor, codes: bool, values: torch.dtype | None
+) -> tuple[tuple[Tensor, ...] | None, Tensor | None, Tensor | None]:
+    """Quantize a matrix to MXFP8 along its last and along its first dim, in one read and with one draw for both.
+
+    Args:
+        x: (R, K), not empty.
+        spec: ``mxfp8`` with blocks of one row, no RHT.
+        seed: 0-dim int64.
+        codes: return codes and scales along the last dim, then those along the first, as the contract lays them out.
+        values: dtype of the values to return along the last, and along the first dim, both (R, K); ``None`` for none.
+    """
+    x = x.detach().resolve_neg()
+    x = (x if x.dtype in DTYPES else x.to(torch.float32)).contiguous()
+    num_r, num_k = x.shape
+    constants = constants_of(spec)
+    wanted = ("M", "E", "MAX", "RECIPROCAL", "MAX_EXPONENT", "RULE", "ZERO", "SR")
+    row = column = None
+    packed: tuple[Tensor, ...] | None = None
+    if values is not None:
+        row, column = (torch.empty_like(x, dtype=values) for _ in range(2))
+    if codes:
+        packed = tuple(
+            torch.empty(n, m, dtype=torch.uint8, device=x.device)
+            for n, m in ((num_r, num_k), (num_r, -(-num_k // 32)), (num_k, num_r), (num_k, -(-num_r // 32)))
+        )
+    c = packed or (x,) * 4
+    grid = (triton.cdiv(num_r, 32) * triton.cdiv(num_k, 128),)
+    _launch(
+        both_kernel.both_kernel, grid, x,
+        x, c[0], c[1], _or(row, x), c[2], c[3], _or(column, x), seed, num_r, num_k,
+        HAS_CODES=codes, HAS_VALUES=values is not None, ALIGNED=num_k % 4 == 0,
+        EVEN=num_r % 32 == 0 and num_k % 128 == 0, R_TILE=32, K_TILE=128, num_warps=4,
+        **{name: constants[name] for name in wanted},
+    )  # fmt: skip
+    return packed, row, column
+
+
+def tensor_scales(amax_: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a sixth of the encode tensor scale, and the decode tensor scale, of an amax of any shape; float32."""
+    source = amax_.contiguous()
+    sixth, decoded = torch.empty_like(source), torch.empty_like(source)
+    grid = (triton.cdiv(max(source.numel(), 1), 1024),)
+    _launch(kernels.tensor_scales_kernel, grid, source, source, sixth, decoded, source.numel(), BLOCK=1024, num_warps=4)
+    return sixth, decoded
+
+
+def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
+    """Return a seed as an int64 tensor on the device; integers wrap to 64 bits."""
+    if isinstance(seed, Tensor):
+        return seed.to(device=device, dtype=torch.int64)
+    wrapped = seed & (2**64 - 1)
+    return torch.tensor(wrapped - 2**64 if wrapped >> 63 else wrapped, dtype=torch.int64, device=device)
+
+
+def codes_length(codes: Tensor, spec: QuantSpec) -> int:
+    """Return how many codes a row holds at most."""
+    return codes.shape[-1] * BLOCK_FORMATS[spec.format].codes_per_byte
+
+
+def _gathered(x: Tensor, index: Tensor) -> Tensor:
+    return torch.where((index < 0).unsqueeze(1), 0, x[index.clamp(min=0).long()])
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *arguments: Any, **options: Any) -> None:
+    """Launch on the device of `on`; contraction of products and sums would change bits."""
+    if on.is_cuda:
+        with torch.cuda.device(on.device):
+            kernel[grid](*arguments, enable_fp_fusion=False, **options)
+    else:
+        kernel[grid](*arguments, enable_fp_fusion=False, **options)
