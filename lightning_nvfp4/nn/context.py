@@ -79,7 +79,7 @@ class LayerNumerics:
     gemm: GemmRecipe
     context: NumericsContext = field(compare=False)
     index: int
-    backend: str = "reference"
+    backend: str = "auto"
     kept: bool = False
 
     def seed(self, operand: str) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_nvfp4.formats.rounding import STOCHASTIC
 from lightning_nvfp4.nn.context import LayerNumerics
 from lightning_nvfp4.nn.operands import Operand, along_features, along_tokens, operand_dtype, per_expert_scales
 from lightning_nvfp4.ops import (
@@ -25,7 +26,7 @@ from lightning_nvfp4.ops import (
     rows_matmul,
     tokens_matmul,
 )
-from lightning_nvfp4.recipe import GemmRecipe
+from lightning_nvfp4.recipe import GemmRecipe, QuantSpec
 
 Seeds = dict[str, int | Tensor]
 
@@ -88,7 +89,7 @@ class _GroupedLinear(torch.autograd.Function):
             saved_x = None
             if ctx.needs_input_grad[1]:
                 saved_x = _saved_input(x_RK, gemm, numerics, groups) if x_codes is None else x_codes
-        ctx.gemm, ctx.numerics, ctx.groups, ctx.step_seeds = gemm, numerics, groups, _seeds(numerics)
+        ctx.gemm, ctx.numerics, ctx.groups, ctx.step_seeds = gemm, numerics, groups, _seeds(numerics, gemm)
         ctx.saved_forward_input = x_codes is not None
         ctx.x_dtype, ctx.w_dtype = x_RK.dtype, w_ENK.dtype
         ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
@@ -132,9 +133,15 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, dw, dbias, None, None, None
 
 
-def _seeds(numerics: LayerNumerics) -> Seeds:
+def _seeds(numerics: LayerNumerics, gemm: GemmRecipe) -> Seeds:
     names = ("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input")
-    return {name: numerics.seed(name) for name in names}
+    return {name: _seed(numerics, gemm, name) for name in names}
+
+
+def _seed(numerics: LayerNumerics, gemm: GemmRecipe, operand: str) -> int:
+    """Return the operand's seed; rounding to nearest needs none, and deriving one takes a while in Python."""
+    spec: QuantSpec | None = getattr(gemm, operand)
+    return numerics.seed(operand) if spec is not None and spec.rounding == STOCHASTIC else 0
 
 
 def _forward_input(
@@ -142,7 +149,7 @@ def _forward_input(
 ) -> tuple[QuantizedTensor | None, Operand]:
     if gemm.fprop_input is None:
         return None, Operand.bf16(x_RK)
-    seed = numerics.seed("fprop_input")
+    seed = _seed(numerics, gemm, "fprop_input")
     tokens = along_features(x_RK.to(torch.bfloat16), gemm.fprop_input, seed, groups, numerics.backend)
     return tokens.both() if packed else (None, tokens.operand())
 
@@ -154,7 +161,11 @@ def _forward_weight(
     if spec is None:
         return None, Operand.bf16(w_ENK)
     dtype = operand_dtype(w_ENK)
-    arguments: dict[str, Any] = {"seed": numerics.seed("fprop_weight"), "backend": numerics.backend, "dtype": dtype}
+    arguments: dict[str, Any] = {
+        "seed": _seed(numerics, gemm, "fprop_weight"),
+        "backend": numerics.backend,
+        "dtype": dtype,
+    }
     if not packed:
         values, scale = quantize_values(w_ENK, spec, **arguments)
         return None, Operand(values, _by_expert(scale, w_ENK))
@@ -187,7 +198,8 @@ def _saved_input(x_RK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics, groups
     x_RK = x_RK.to(torch.bfloat16)
     if gemm.wgrad_input is None:
         return x_RK
-    return along_tokens(x_RK, gemm.wgrad_input, numerics.seed("wgrad_input"), groups, numerics.backend).packed()
+    seed = _seed(numerics, gemm, "wgrad_input")
+    return along_tokens(x_RK, gemm.wgrad_input, seed, groups, numerics.backend).packed()
 
 
 def _fprop(

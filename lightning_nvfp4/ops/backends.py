@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -12,6 +13,11 @@ from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.ops.interface import Backend
 from lightning_nvfp4.ops.reference import backend as reference
 from lightning_nvfp4.recipe import QuantSpec
+
+
+@functools.cache
+def _triton() -> Any:
+    return importlib.import_module("lightning_nvfp4.ops.triton.backend")
 
 
 def backend_for(x: Tensor, spec: QuantSpec, name: str = "auto") -> Backend:
@@ -27,7 +33,7 @@ def backend_for(x: Tensor, spec: QuantSpec, name: str = "auto") -> Backend:
         return cast(Backend, reference)
     if name == "auto" and not (x.is_cuda and capability.has_triton()):
         return cast(Backend, reference)
-    kernels = importlib.import_module("lightning_nvfp4.ops.triton.backend")
+    kernels = _triton()
     reason = kernels.uncovered(x, spec)
     if reason is None:
         return cast(Backend, kernels)

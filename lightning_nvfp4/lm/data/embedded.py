@@ -43,7 +43,7 @@ MIXTURES: dict[str, dict[str, float]] = {
 
 SFT_SHARES = {"word": 0.5, "choice": 0.2, "code": 0.3}
 RL_SHARES = {"word": 0.5, "choice": 0.15, "code": 0.35}
-STYLE_NOISE = 0.5
+STYLE_NOISE = 0.6
 """Share of SFT answers in a style that no verifier accepts, or without the working."""
 
 _NUMBERS = tuple(str(n) for n in range(1, 10))

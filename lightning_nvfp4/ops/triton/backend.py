@@ -8,12 +8,13 @@ from torch import Tensor
 from lightning_nvfp4.formats.rounding import STOCHASTIC
 from lightning_nvfp4.ops.interface import Parts, QuantizedMeta
 from lightning_nvfp4.ops.triton import geometry, launch
+from lightning_nvfp4.ops.triton.runtime import INTERPRETED
 from lightning_nvfp4.recipe import QuantSpec
 
 
 def uncovered(x: Tensor, spec: QuantSpec) -> str | None:
     """Return why the kernels cannot work on x in a format, or ``None``."""
-    if not x.is_cuda and not launch.INTERPRETED:
+    if not x.is_cuda and not INTERPRETED:
         return f"it is on {x.device}, and the kernels run on CUDA (or anywhere with TRITON_INTERPRET=1)"
     return geometry.uncovered(spec)
 
@@ -54,11 +55,10 @@ def quantize_twice(
     x: Tensor, along_last: QuantSpec, along_first: QuantSpec, seed: int | Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Implement `ops.interface.Backend.quantize_twice`."""
-    if along_last == along_first and along_last.format == "mxfp8" and along_last.block == (1, 32):
-        if not along_last.hadamard:
-            _, last, first = launch.both(x, along_last, _seed(seed, along_last, x), False, dtype)
-            assert last is not None and first is not None
-            return last, first
+    if along_last == along_first and _plain_mxfp8(along_last):
+        _, last, first = launch.both(x, along_last, _seed(seed, along_last, x), False, dtype)
+        assert last is not None and first is not None
+        return last, first
     last = quantize(x, along_last, 1, seed, None, False, dtype).values
     first = quantize(x, along_first, 0, seed, None, False, dtype).values
     assert last is not None and first is not None
@@ -73,15 +73,19 @@ def requantize(
     seed: int | Tensor,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Implement `ops.interface.Backend.requantize`: from NVFP4 along the last dim to a format along the one before."""
+    """Implement `ops.interface.Backend.requantize`: from NVFP4 along the last dim to MXFP8 along the one before."""
     codes, block_scale, tensor_scale, _ = tensors
     ndim = len(meta.shape)
     from_rows = meta.spec.format == "nvfp4" and not meta.spec.hadamard and meta.dim == ndim - 1
-    if not from_rows or spec.format == "nvfp4" or dim != ndim - 2 or ndim > 3 or tensor_scale is None:
+    if not from_rows or not _plain_mxfp8(spec) or dim != ndim - 2 or ndim > 3 or tensor_scale is None:
         return None
     if tensor_scale.ndim and tensor_scale.shape[-1] != 1:
         return None
     return launch.requantize(codes, block_scale, tensor_scale, meta.shape, spec, _seed(seed, spec, codes), dtype)
+
+
+def _plain_mxfp8(spec: QuantSpec) -> bool:
+    return spec.format == "mxfp8" and spec.block == (1, 32) and not spec.hadamard
 
 
 def _seed(seed: int | Tensor, spec: QuantSpec, like: Tensor) -> Tensor:

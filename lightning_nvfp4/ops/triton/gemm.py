@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lightning_nvfp4.ops.triton.device import gemm_kernel
-from lightning_nvfp4.ops.triton.launch import INTERPRETED
+from lightning_nvfp4.ops.triton.runtime import INTERPRETED, launch
 
 kernels: Any = gemm_kernel
 _ALIGNED = 8
@@ -63,13 +63,13 @@ def rows(
     column, strides = _expanded(column_scale, num_experts, num_n)
     tiles = (triton.cdiv(num_r, config["BLOCK_M"]) + num_experts) * triton.cdiv(num_n, config["BLOCK_N"])
     programs = min(_programs(a_RK.device), tiles)
-    with _on(a_RK):
-        kernels.rows_kernel[(programs,)](
+    launch(
+            kernels.rows_kernel, (programs,), a_RK,
             TensorDescriptor.from_tensor(a_RK, [config["BLOCK_M"], config["BLOCK_K"]]),
             TensorDescriptor.from_tensor(b, list(block_b)),
             out, offsets, _or(row_scale, out), _or(column, out), _or(bias_EN, out),
             num_experts, num_n, num_k, row_stride, *strides,
-            TRANSPOSED=transposed, SCALES=(row_scale is not None) + 2 * (column is not None),
+            TRANSPOSED=transposed, SCALES=(row_scale is not None) + _column_flag(column_scale),
             HAS_BIAS=bias_EN is not None, E_POWER=_power(num_experts), NUM_PROGRAMS=programs,
             INTERPRETED=INTERPRETED, **config,
         )  # fmt: skip
@@ -99,13 +99,13 @@ def tokens(
     column, column_strides = _expanded(column_scale, num_experts, num_k)
     tiles = num_experts * triton.cdiv(num_n, config["BLOCK_N"]) * triton.cdiv(num_k, config["BLOCK_K"])
     programs = min(_programs(a.device), tiles)
-    with _on(a):
-        kernels.tokens_kernel[(programs,)](
+    launch(
+            kernels.tokens_kernel, (programs,), a,
             TensorDescriptor.from_tensor(a, [config["BLOCK_R"], config["BLOCK_N"]]),
             TensorDescriptor.from_tensor(b, [config["BLOCK_R"], config["BLOCK_K"]]),
             a, b, out, offsets, _or(row, out), _or(column, out),
             num_experts, num_n, num_k, a.stride(0), b.stride(0), *row_strides, *column_strides,
-            SCALES=(row is not None) + 2 * (column is not None), NUM_PROGRAMS=programs,
+            SCALES=(row is not None) + _column_flag(column_scale), NUM_PROGRAMS=programs,
             INTERPRETED=INTERPRETED, **config,
         )  # fmt: skip
     return out
@@ -124,13 +124,13 @@ def _expanded(scale: Tensor | None, num_experts: int, n: int) -> tuple[Tensor | 
     return spread, (spread.stride(0), spread.stride(1))
 
 
+def _column_flag(scale: Tensor | None) -> int:
+    return 0 if scale is None else 2 if scale.shape[-1] == 1 else 4
+
+
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
 def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
-
-
-def _on(x: Tensor) -> torch.cuda.device:
-    return torch.cuda.device(x.device if x.is_cuda else -1)

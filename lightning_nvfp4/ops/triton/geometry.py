@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,14 +30,14 @@ def uncovered(spec: QuantSpec) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """A tensor as (A, B, L, K): sizes and element strides; K is the quantized dim."""
 
     sizes: tuple[int, int, int, int]
     strides: tuple[int, int, int, int]
 
 
+@functools.lru_cache(4096)
 def view(shape: tuple[int, ...], dim: int, stride: tuple[int, ...] | None = None) -> View:
     """Return the view of a contiguous tensor (or of a tensor of up to three dims with any strides)."""
     before, after, length = shape[:dim], shape[dim + 1 :], shape[dim]
@@ -90,6 +89,7 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+@functools.lru_cache(4096)
 def tile_of(spec: QuantSpec, v: View, codes: bool, elements: int = 4096) -> tuple[int, int]:
     """Return rows and blocks of a tile: long runs of memory in what is read, and in codes where they are written."""
     rows, length = block_of(spec)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-from typing import Any
 
 import torch
 import triton
@@ -13,7 +11,7 @@ from torch import Tensor
 from lightning_nvfp4.formats.block import BLOCK_FORMATS
 from lightning_nvfp4.formats.rounding import STOCHASTIC
 from lightning_nvfp4.ops.layout import num_blocks, per_expert, stored_length
-from lightning_nvfp4.ops.triton.device import both_kernel
+from lightning_nvfp4.ops.triton.device import matrix_kernel
 from lightning_nvfp4.ops.triton.device import quantize_kernel as kernels
 from lightning_nvfp4.ops.triton.geometry import (
     DTYPES,
@@ -26,12 +24,12 @@ from lightning_nvfp4.ops.triton.geometry import (
     view,
     warps_of,
 )
+from lightning_nvfp4.ops.triton.runtime import launch
 from lightning_nvfp4.recipe import QuantSpec
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels run in Triton's interpreter, on the CPU; read when triton is imported."""
 _MAX_ROW = 16384
 """Longest row whose amax and codes one program finds, elements in registers."""
+_MATRIX_CONSTANTS = ("M", "E", "MAX", "RECIPROCAL", "MAX_EXPONENT", "RULE", "ZERO", "SR")
 
 
 def amax(x: Tensor, spec: QuantSpec, dim: int) -> Tensor:
@@ -52,7 +50,7 @@ def amax(x: Tensor, spec: QuantSpec, dim: int) -> Tensor:
     block = constants["BLOCK"]
     steps = max(1, min(4, triton.cdiv(nk, c * block)))
     grid = (na * nb * triton.cdiv(nl, rows) * triton.cdiv(nk, steps * c * block),)
-    _launch(
+    launch(
         kernels.amax_kernel,
         grid,
         x,
@@ -132,12 +130,11 @@ def quantize(
             draw_axis = 0
     grid, rows = grid_of(na * nb, nl, num_c, rows, c)
     arguments = (
-        x, x, x, index_or_x, _or(amax_, x), _or(sixth, x), _or(tensor_scale, x),
+        x, index_or_x, _or(amax_, x), _or(sixth, x), _or(tensor_scale, x),
         _or(out_codes, x), _or(out_scale, x), _or(out_values, x), seed,
-        nb, nl, nk, length, stored, num_c, x.numel(), *v.strides, 0, 0, 0, 0, 0, *strides, *vs,
+        nb, nl, nk, length, stored, num_c, x.numel(), *v.strides, *strides, *vs,
     )  # fmt: skip
     flags = {
-        "PACKED": False,
         "GATHER": index is not None,
         "BATCHED": na * nb > 1,
         "EVEN": nl % rows == 0 and nk % (c * block) == 0,
@@ -148,7 +145,7 @@ def quantize(
         "DRAW_AXIS": draw_axis,
     }
     tile = {"L_TILE": rows, "C": c, "num_warps": warps_of(rows * c * block)}
-    _launch(kernels.quantize_kernel, grid, x, *arguments, **flags, **constants, **tile)
+    launch(kernels.quantize_kernel, grid, x, *arguments, **flags, **constants, **tile)
     return out_codes, out_scale, out_values, tensor_scale, amax_
 
 
@@ -168,43 +165,23 @@ def requantize(
         block_scale: likewise.
         tensor_scale: likewise.
         source_shape: its shape, (N, K) or (E, N, K).
-        spec: an E8M0 format for the result.
+        spec: ``mxfp8`` with blocks of one row, no RHT.
         seed: 0-dim int64 for stochastic rounding by index in the dequantized tensor.
         values: dtype of the result.
 
     Returns:
-        Unscaled values of `source_shape` (N of the stored length).
+        Unscaled values of `source_shape`.
     """
     constants = constants_of(spec)
     *experts, n, k = source_shape
-    na = math.prod(experts)
-    length, num_c = stored_length(n, spec), num_blocks(n, spec)
-    c = max(1, (spec.hadamard or 1) // constants["BLOCK"])
-    rows = max(constants["ROWS"], 16, min(power_of_two(k), 4096 // (c * constants["BLOCK"])))
-    grid, rows = grid_of(na, k, num_c, rows, c)
-    out = torch.empty(*experts, length, k, dtype=values, device=codes.device)
-    stochastic = spec.rounding == STOCHASTIC
-    draw_axis = 0 if stochastic and k % 4 == 0 and length == n else -1
-    stored, blocks = codes.shape[-1], block_scale.shape[-1]
-    scale = tensor_scale.expand(*experts, n, 1).reshape(na, n)
-    arguments = (
-        codes, block_scale, scale, codes, codes, codes, codes, codes, codes, out, seed,
-        1, k, n, length, 0, num_c, na * n * k,
-        n * k, 0, 1, k, n * stored, stored, blocks, scale.stride(0), scale.stride(1), 0, 0, 0, 0, length * k, 0, 1, k,
+    out = torch.empty(*experts, n, k, dtype=values, device=codes.device)
+    scale = tensor_scale.expand(*experts, n, 1).reshape(-1, n)
+    launch(
+        matrix_kernel.requantize_kernel, (triton.cdiv(k, 256), triton.cdiv(n, 32), math.prod(experts)), codes,
+        codes, block_scale, scale, out, seed, n, k, codes.shape[-1], block_scale.shape[-1], *scale.stride(),
+        ALIGNED=k % 4 == 0, EVEN=n % 32 == 0 and k % 256 == 0, K_TILE=256, num_warps=4,
+        **{name: constants[name] for name in _MATRIX_CONSTANTS},
     )  # fmt: skip
-    flags = {
-        "PACKED": True,
-        "GATHER": False,
-        "BATCHED": na > 1,
-        "EVEN": k % rows == 0 and n % (c * constants["BLOCK"]) == 0,
-        "ROW_AMAX": False,
-        "PER_BLOCK": False,
-        "HAS_CODES": False,
-        "HAS_VALUES": True,
-        "DRAW_AXIS": draw_axis,
-    }
-    tile = {"L_TILE": rows, "C": c, "num_warps": 4}
-    _launch(kernels.quantize_kernel, grid, codes, *arguments, **flags, **constants, **tile)
     return out
 
 
@@ -254,7 +231,7 @@ def decode(
     rows, c = tile_of(spec, View((na, nb, nl, nk), strides), True)
     grid = (na * nb * triton.cdiv(nl, rows) * triton.cdiv(num_c, c),)
     hadamard = constants["HADAMARD"] if inverse else 0
-    _launch(
+    launch(
         kernels.decode_kernel,
         grid,
         codes,
@@ -277,7 +254,7 @@ def transform(x: Tensor, spec: QuantSpec, dim: int) -> Tensor:
     c = 1 if v.strides[3] != 1 else max(1, min(power_of_two(shape[dim]), 1024) // constants["HADAMARD"])
     rows = max(1, min(power_of_two(nl), 4096 // (c * constants["HADAMARD"])))
     grid = (na * nb * triton.cdiv(nl, rows) * triton.cdiv(shape[dim], c * constants["HADAMARD"]),)
-    _launch(
+    launch(
         kernels.transform_kernel, grid, x, x, out, nb, nl, nk, shape[dim], *v.strides, *view(shape, dim).strides,
         SIGNS=constants["SIGNS"], HADAMARD=constants["HADAMARD"], L_TILE=rows, C=c, num_warps=4,
     )  # fmt: skip
@@ -300,7 +277,6 @@ def both(
     x = (x if x.dtype in DTYPES else x.to(torch.float32)).contiguous()
     num_r, num_k = x.shape
     constants = constants_of(spec)
-    wanted = ("M", "E", "MAX", "RECIPROCAL", "MAX_EXPONENT", "RULE", "ZERO", "SR")
     row = column = None
     packed: tuple[Tensor, ...] | None = None
     if values is not None:
@@ -312,12 +288,12 @@ def both(
         )
     c = packed or (x,) * 4
     grid = (triton.cdiv(num_r, 32) * triton.cdiv(num_k, 128),)
-    _launch(
-        both_kernel.both_kernel, grid, x,
+    launch(
+        matrix_kernel.both_kernel, grid, x,
         x, c[0], c[1], _or(row, x), c[2], c[3], _or(column, x), seed, num_r, num_k,
         HAS_CODES=codes, HAS_VALUES=values is not None, ALIGNED=num_k % 4 == 0,
         EVEN=num_r % 32 == 0 and num_k % 128 == 0, R_TILE=32, K_TILE=128, num_warps=4,
-        **{name: constants[name] for name in wanted},
+        **{name: constants[name] for name in _MATRIX_CONSTANTS},
     )  # fmt: skip
     return packed, row, column
 
@@ -327,7 +303,7 @@ def tensor_scales(amax_: Tensor) -> tuple[Tensor, Tensor]:
     source = amax_.contiguous()
     sixth, decoded = torch.empty_like(source), torch.empty_like(source)
     grid = (triton.cdiv(max(source.numel(), 1), 1024),)
-    _launch(kernels.tensor_scales_kernel, grid, source, source, sixth, decoded, source.numel(), BLOCK=1024, num_warps=4)
+    launch(kernels.tensor_scales_kernel, grid, source, source, sixth, decoded, source.numel(), BLOCK=1024, num_warps=4)
     return sixth, decoded
 
 
@@ -336,7 +312,8 @@ def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
     if isinstance(seed, Tensor):
         return seed.to(device=device, dtype=torch.int64)
     wrapped = seed & (2**64 - 1)
-    return torch.tensor(wrapped - 2**64 if wrapped >> 63 else wrapped, dtype=torch.int64, device=device)
+    # Filled on the device: a copy from the host would be waited for.
+    return torch.full((), wrapped - 2**64 if wrapped >> 63 else wrapped, dtype=torch.int64, device=device)
 
 
 def codes_length(codes: Tensor, spec: QuantSpec) -> int:
@@ -350,12 +327,3 @@ def _gathered(x: Tensor, index: Tensor) -> Tensor:
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *arguments: Any, **options: Any) -> None:
-    """Launch on the device of `on`; contraction of products and sums would change bits."""
-    if on.is_cuda:
-        with torch.cuda.device(on.device):
-            kernel[grid](*arguments, enable_fp_fusion=False, **options)
-    else:
-        kernel[grid](*arguments, enable_fp_fusion=False, **options)

@@ -85,53 +85,6 @@ def round_float(x, random, M: tl.constexpr, E: tl.constexpr, MAX: tl.constexpr, 
 
 
 @triton.jit
-def round_unscaled(x, lowest, random, M: tl.constexpr, SR: tl.constexpr):
-    """Round float32 under a power-of-two scale without applying it: `round_float` of scaled x, scaled back.
-
-    Only for scales under which nothing saturates and no float32 on the way leaves the normal range; see `plain_scales`.
-
-    Args:
-        x: float32, zero or normal in the range of its block; a subnormal number has no steps.
-        lowest: int32 bits of the smallest normal value of the element type, times the scale.
-        random: as `round_float`.
-        M: mantissa bits.
-        SR: as `round_float`.
-
-    Returns:
-        Magnitudes of the scaled results, float32, and their codes without sign, int32.
-    """
-    magnitude = as_bits(x) & MAGNITUDE
-    exponent = tl.maximum(magnitude & EXPONENT, lowest)
-    if SR == 0:
-        anchor = exponent + ((23 - M) << 23)
-        total = as_float(magnitude) + as_float(anchor)
-        value = total - as_float(anchor)
-        steps = as_bits(total) - anchor
-    else:
-        shift = tl.maximum((lowest >> 23) + (23 - M) - (magnitude >> 23), 23 - M)
-        steps = stochastic_steps(magnitude, random, shift, SR)
-        value = small_float(steps) * as_float(exponent - (M << 23))
-    return value, steps + ((exponent - lowest) >> (23 - M))
-
-
-@triton.jit
-def lowest_of(code, E: tl.constexpr):
-    """Return `lowest` of `round_unscaled` for E8M0 codes that pass `plain_scales`; any will do for a block of zeros."""
-    return (tl.maximum(code, 50) + E) << 23
-
-
-@triton.jit
-def plain_scales(top, code):
-    """Return 1 if `round_unscaled` may work under every one of these E8M0 scales, else 0.
-
-    Away from both ends of the range of float32: 2^20 times the largest element is finite, and of a subnormal number
-    less than 2^-32 of a step is left. Blocks of zeros always pass, blocks that are not finite never.
-    """
-    plain = (top == 0) | ((code >= 50) & (code <= 226))
-    return tl.min(tl.min(plain.to(tl.int32), axis=1), axis=0)
-
-
-@triton.jit
 def round_fixed(steps, random, SR: tl.constexpr):
     """Round float32 numbers of steps to integers in -127..127, as int32."""
     magnitude = tl.minimum(as_bits(steps) & MAGNITUDE, 0x42FE0000)
@@ -237,24 +190,27 @@ def e8m0_scales(
         ZERO: code of a block of zeros.
     """
     bad = top >= EXPONENT
-    top = tl.where(bad, 0, top)
-    if RULE == 0:
-        code = (top >> 23) - MAX_EXPONENT
-    elif RULE == 1:
+    if RULE == 1:
+        # Rounded up to a power of two by carry; below 2^-127, which is code 0, nothing is left to carry. The product is
+        # far from the largest exponent, so that neither end needs a clamp.
         ratio = as_bits(as_float(top) * RECIPROCAL)
-        threshold = tl.where(ratio < 0x800000, 1 << 22, 0)
-        code = (ratio >> 23) + ((ratio & 0x7FFFFF) > threshold).to(tl.int32)
+        code = (tl.where(ratio > (1 << 22), ratio, 0) + 0x7FFFFF) >> 23
     else:
-        fraction: tl.constexpr = MAX & 0x7FFFFF
-        exponent: tl.constexpr = (MAX >> 23) - 127
-        code = (top >> 23) - exponent + ((top & 0x7FFFFF) > fraction).to(tl.int32)
-        if exponent == 0:
-            code = tl.where(top < 0x800000, (top > ((0x800000 + fraction) >> 1)).to(tl.int32), code)
-    code = tl.minimum(tl.maximum(code, 0), 254)
-    if ZERO > 0:
-        code = tl.where(top == 0, ZERO, code)
-    value = as_float(tl.where(bad, 0x7FC00000, as_bits(power_of_two(code))))
-    return tl.where(bad, 0xFF, code), value, power_of_two(254 - code)
+        top = tl.where(bad, 0, top)
+        if RULE == 0:
+            code = (top >> 23) - MAX_EXPONENT
+        else:
+            fraction: tl.constexpr = MAX & 0x7FFFFF
+            exponent: tl.constexpr = (MAX >> 23) - 127
+            code = (top >> 23) - exponent + ((top & 0x7FFFFF) > fraction).to(tl.int32)
+            if exponent == 0:
+                code = tl.where(top < 0x800000, (top > ((0x800000 + fraction) >> 1)).to(tl.int32), code)
+        code = tl.minimum(tl.maximum(code, 0), 254)
+        if ZERO > 0:
+            code = tl.where(top == 0, ZERO, code)
+    value = tl.where(bad, 0x7FC00000, tl.maximum(code << 23, 1 << 22))
+    factor = tl.maximum((254 << 23) - (code << 23), 1 << 22)
+    return tl.where(bad, 0xFF, code), as_float(value), as_float(factor)
 
 
 @triton.jit

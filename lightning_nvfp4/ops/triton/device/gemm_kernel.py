@@ -32,6 +32,7 @@ def _dot(a, b, acc, INTERPRETED: tl.constexpr):
 @triton.jit
 def scaled(acc, row, column):
     """Return acc * row * column as `ops.gemm.apply_tensor_scales` orders the products."""
+    # A column scale that varies makes both factors as large as the tile: in registers only where it must be.
     across = (row >= 1.0) != (column >= 1.0)
     return (acc * tl.where(across, row * column, row)) * tl.where(across, 1.0, column)
 
@@ -64,7 +65,8 @@ def rows_kernel(
 ):
     """Rows of A times the matrix of their expert: C[r, n] = sum over k of A[r, k] * B[e, n, k].
 
-    B is (E, N, K), or (E, K, N) unless TRANSPOSED. SCALES bit 0: a scale per row; bit 1: one per expert (and column).
+    B is (E, N, K), or (E, K, N) unless TRANSPOSED.
+    SCALES bit 0: a scale per row; bit 1: one per expert; bit 2: one per expert and column.
     """
     e = tl.arange(0, E_POWER)
     begin = tl.load(offsets_ptr + e, mask=e < num_experts, other=0)
@@ -93,14 +95,16 @@ def rows_kernel(
         rows = row0 + tl.arange(0, BLOCK_M)
         columns = n0 + tl.arange(0, BLOCK_N)
         if SCALES > 0:
-            row = tl.full((BLOCK_M,), 1.0, tl.float32)
-            column = tl.full((BLOCK_N,), 1.0, tl.float32)
+            row = tl.full((BLOCK_M, 1), 1.0, tl.float32)
+            column = tl.full((1, 1), 1.0, tl.float32)
             if SCALES & 1:
-                row = tl.load(row_ptr + rows * row_stride, mask=rows < stop, other=1.0)
-            if SCALES & 2:
+                row = tl.load(row_ptr + rows * row_stride, mask=rows < stop, other=1.0)[:, None]
+            if SCALES & 4:
                 at = column_ptr + expert * column_stride_e + columns * column_stride_n
-                column = tl.load(at, mask=columns < N, other=1.0)
-            acc = scaled(acc, row[:, None], column[None, :])
+                column = tl.load(at, mask=columns < N, other=1.0)[None, :]
+            elif SCALES & 2:
+                column = tl.load(column_ptr + expert * column_stride_e + tl.zeros((1, 1), tl.int32))
+            acc = scaled(acc, row, column)
         if HAS_BIAS:
             acc += tl.load(bias_ptr + expert * N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
         at = c_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
@@ -136,7 +140,7 @@ def tokens_kernel(
 ):
     """Products over the rows of each expert: C[e, n, k] = sum over its r of A[r, n] * B[r, k].
 
-    SCALES bit 0: scales (e, n) of A's columns; bit 1: scales (e, k) of B's.
+    SCALES bit 0: scales (e, n) of A's columns; of B's columns bit 1: one per expert, bit 2: (e, k).
     """
     num_n, num_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
     per_expert = num_n * num_k
@@ -163,14 +167,16 @@ def tokens_kernel(
             b = tl.load(b_ptr + at * b_stride + columns_k[None, :], mask=inside & (columns_k < K)[None, :], other=0.0)
             acc = _dot(a.T, b, acc, INTERPRETED)
         if SCALES > 0:
-            row = tl.full((BLOCK_N,), 1.0, tl.float32)
-            column = tl.full((BLOCK_K,), 1.0, tl.float32)
+            row = tl.full((BLOCK_N, 1), 1.0, tl.float32)
+            column = tl.full((1, 1), 1.0, tl.float32)
             if SCALES & 1:
                 at = row_ptr + expert * row_stride_e + columns_n * row_stride_n
-                row = tl.load(at, mask=columns_n < N, other=1.0)
-            if SCALES & 2:
+                row = tl.load(at, mask=columns_n < N, other=1.0)[:, None]
+            if SCALES & 4:
                 at = column_ptr + expert * column_stride_e + columns_k * column_stride_k
-                column = tl.load(at, mask=columns_k < K, other=1.0)
-            acc = scaled(acc, row[:, None], column[None, :])
+                column = tl.load(at, mask=columns_k < K, other=1.0)[None, :]
+            elif SCALES & 2:
+                column = tl.load(column_ptr + expert * column_stride_e + tl.zeros((1, 1), tl.int32))
+            acc = scaled(acc, row, column)
         at = c_ptr + expert.to(tl.int64) * N * K + columns_n.to(tl.int64)[:, None] * K + columns_k[None, :]
         tl.store(at, acc.to(c_ptr.dtype.element_ty), mask=(columns_n < N)[:, None] & (columns_k < K)[None, :])

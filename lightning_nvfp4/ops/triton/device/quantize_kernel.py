@@ -20,7 +20,6 @@ from lightning_nvfp4.ops.triton.device.elements import (
 )
 from lightning_nvfp4.ops.triton.device.tiles import (
     block_tops,
-    decode_packed,
     decode_tile,
     finite_top,
     inverse,
@@ -85,8 +84,6 @@ def amax_kernel(
 @triton.jit
 def quantize_kernel(
     x_ptr,
-    source_scale_ptr,
-    source_tensor_ptr,
     index_ptr,
     amax_ptr,
     sixth_ptr,
@@ -106,11 +103,6 @@ def quantize_kernel(
     xsb,
     xsl,
     xsk,
-    ssa,
-    ssl,
-    ssk,
-    tsa,
-    tsk,
     msa,
     msb,
     msl,
@@ -119,7 +111,6 @@ def quantize_kernel(
     vsb,
     vsl,
     vsk,
-    PACKED: tl.constexpr,
     GATHER: tl.constexpr,
     BATCHED: tl.constexpr,
     EVEN: tl.constexpr,
@@ -146,11 +137,11 @@ def quantize_kernel(
     BLOCK: tl.constexpr,
 ):
     """Quantize one tile; see `launch.quantize` for the arguments. Grid: (batches x tiles of C, tiles of L)."""
-    tile_c, batch = tl.program_id(0), 0
+    pid = tl.program_id(0)
+    tile_c, batch = pid, pid - pid
     if BATCHED:
         tiles_c = tl.cdiv(num_c, C)
-        tile_c, batch = tile_c % tiles_c, tile_c // tiles_c
-    batch = tl.to_tensor(batch)
+        tile_c, batch = pid % tiles_c, pid // tiles_c
     a, b = batch // num_b, batch % num_b
     l0, k0 = tl.program_id(1) * L_TILE, tile_c * C * BLOCK
     # int64 for the tile's place, int32 within it.
@@ -163,17 +154,7 @@ def quantize_kernel(
     row_inside = tl.full((1, 1), 1, tl.int1) if EVEN else l0 + row < num_l
     block_inside = row_inside if EVEN else row_inside & (k0 // BLOCK + c < num_c)
     inside = tl.full((1, 1, 1), 1, tl.int1) if EVEN else (l0 + l < num_l) & (k0 + k < num_k)
-    if PACKED:
-        # x is NVFP4 with blocks along L: two codes a byte, a scale for 16 elements, a tensor scale along K.
-        half = tl.arange(0, L_TILE // 2)[:, None, None]
-        at = x_ptr + a.to(tl.int64) * ssa + (l0 // 2 + half) + (k0 + k).to(tl.int64) * ssl
-        byte = tl.load(at, mask=(l0 + 2 * half < num_l) & (k0 + k < num_k), other=0).to(tl.int32)
-        group = tl.arange(0, L_TILE // 16)[:, None, None]
-        at = source_scale_ptr + (a.to(tl.int64) * num_k + k0 + k) * ssk + l0 // 16 + group
-        scale_code = tl.load(at, mask=(l0 + 16 * group < num_l) & (k0 + k < num_k), other=0).to(tl.int32)
-        tensor = tl.load(source_tensor_ptr + a * tsa + (k0 + k) * tsk, mask=k0 + k < num_k, other=0.0)
-        x = tl.where(inside, decode_packed(byte, scale_code, tensor, L_TILE, C, BLOCK, 16), 0.0)
-    elif GATHER:
+    if GATHER:
         row = tl.load(index_ptr + l0 + l, mask=l0 + l < num_l, other=-1)
         at = x_ptr + row.to(tl.int64) * xsl + (k0 + k) * xsk
         x = tl.load(at, mask=inside & (row >= 0), other=0.0).to(tl.float32)
@@ -209,7 +190,7 @@ def quantize_kernel(
         random = random_at(tl.load(seed_ptr), index)
     else:
         random = random_tile(tl.load(seed_ptr), base, xsl, xsk, DRAW_AXIS, L_TILE, C, BLOCK)
-    value, code = round_tile(x, top, scale_code, scale, factor, random, NV, RULE, M, E, MAX, TOP, SR)
+    value, code = round_tile(x, factor, scale, random, M, E, MAX, TOP, SR)
     if HAS_VALUES:
         at = a.to(tl.int64) * vsa + b.to(tl.int64) * vsb + l0.to(tl.int64) * vsl + k0.to(tl.int64) * vsk
         at = values_ptr + at + l * vsl + k * vsk

@@ -18,13 +18,10 @@ from lightning_nvfp4.ops.triton.device.elements import (
     e4m3_value,
     e8m0_scales,
     e8m0_value,
-    lowest_of,
     nvfp4_scales,
     philox_words,
-    plain_scales,
     round_fixed,
     round_float,
-    round_unscaled,
     sign_code,
     with_sign,
 )
@@ -120,39 +117,21 @@ def scales_of(
 
 @triton.jit
 def round_tile(
-    x,
-    top,
-    scale_code,
-    scale,
-    factor,
-    random,
-    NV: tl.constexpr,
-    RULE: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    MAX: tl.constexpr,
-    TOP: tl.constexpr,
-    SR: tl.constexpr,
+    x, factor, scale, random, M: tl.constexpr, E: tl.constexpr, MAX: tl.constexpr, TOP: tl.constexpr, SR: tl.constexpr
 ):
     """Return values in units of the tensor scale (float32) and codes (int32), both (L, C, B).
 
     M is -1 for the fixed-point S2F6. Blocks with a NaN scale have NaN values.
     """
+    scaled = x * factor[:, :, None]
     if M == -1:
-        code = round_fixed(x * factor[:, :, None] * 64.0, random, SR)
-        value = code.to(tl.float32) * 0.015625 * scale[:, :, None]
+        code = round_fixed(scaled * 64.0, random, SR)
+        value = code.to(tl.float32) * 0.015625
     else:
-        if NV or RULE == 0:
-            value, code = round_float(x * factor[:, :, None], random, M, E, MAX, SR)
-            value = value * scale[:, :, None]
-        elif plain_scales(top, scale_code) == 1:
-            value, code = round_unscaled(x, lowest_of(scale_code, E)[:, :, None], random, M, SR)
-        else:
-            value, code = round_float(x * factor[:, :, None], random, M, E, MAX, SR)
-            value = value * scale[:, :, None]
+        value, code = round_float(scaled, random, M, E, MAX, SR)
         value = with_sign(value, x)
         code = code | sign_code(x, TOP)
-    return value, code
+    return value * scale[:, :, None], code
 
 
 @triton.jit
@@ -160,29 +139,6 @@ def pack_nibbles(code, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
     """Return int32 bytes (L, C, B / 2) of int32 codes (L, C, B): element 2i in the low four bits."""
     low, high = tl.split(tl.reshape(code, (L, C, B // 2, 2)))
     return low | (high << 4)
-
-
-@triton.jit
-def unpack_rows(byte, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
-    """Return int32 codes (L, C, B) of bytes (L / 2, C, B) that pair elements of neighbouring rows."""
-    codes = tl.permute(tl.join(byte & 0xF, byte >> 4), (0, 3, 1, 2))
-    return tl.reshape(codes, (L, C, B))
-
-
-@triton.jit
-def decode_packed(byte, scale, tensor_scale, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr):
-    """Dequantize an NVFP4 tile whose blocks run across rows of this one: (L / 2, C, B) bytes to (L, C, B) float32.
-
-    Args:
-        byte: int32.
-        scale: int32 E4M3 codes (L / GROUP, C, B).
-        tensor_scale: float32, broadcastable to (L, C, B).
-        GROUP: rows that share a scale, 16.
-    """
-    values = decode_float(unpack_rows(byte, L, C, B), 1, 0, 3)
-    scale = tl.reshape(e4m3_value(scale), (L // GROUP, 1, C, B))
-    scale = tl.reshape(tl.broadcast_to(scale, (L // GROUP, GROUP, C, B)), (L, C, B))
-    return (values * scale) * tensor_scale
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""MXFP8 along rows and along columns in one read of a matrix, with one random draw for both."""
+"""Kernels on matrices whose values stay in their layout: MXFP8 along both dims at once, and NVFP4 to MXFP8."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from lightning_nvfp4.ops.triton.device.elements import (
     EXPONENT,
     MAGNITUDE,
     as_bits,
+    decode_float,
+    e4m3_value,
     e8m0_scales,
-    lowest_of,
     philox_words,
-    plain_scales,
     random_at,
     round_float,
-    round_unscaled,
     sign_code,
     with_sign,
 )
@@ -63,34 +62,20 @@ def both_kernel(
     x = tl.load(x_ptr + base + r * num_k + k, mask=inside, other=0.0).to(tl.float32)
     random = as_bits(x)
     if SR > 0:
-        seed = tl.load(seed_ptr)
-        if ALIGNED:
-            four = 4 * tl.arange(0, K_TILE // 4)[None, :]
-            w0, w1, w2, w3 = philox_words(seed, (base + r * num_k + four) >> 2)
-            random = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (R_TILE, K_TILE))
-        else:
-            random = random_at(seed, base + r * num_k + k)
+        random = _random(tl.load(seed_ptr), base, num_k, ALIGNED, R_TILE, K_TILE)
     magnitude = as_bits(x) & MAGNITUDE
     row_top = tl.max(tl.reshape(magnitude, (R_TILE, K_TILE // 32, 32)), axis=2)
     row_scale, row_value, row_factor = e8m0_scales(row_top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
     column_top = tl.max(tl.reshape(magnitude, (R_TILE // 32, 32, K_TILE)), axis=1)
     column_scale, column_value, column_factor = e8m0_scales(column_top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
-    plain = tl.minimum(plain_scales(row_top, row_scale), plain_scales(column_top, column_scale))
-    if (plain == 1) & (RULE != 0):
-        lowest = _along_rows(lowest_of(row_scale, E), R_TILE, K_TILE)
-        row, row_code = round_unscaled(x, lowest, random, M, SR)
-        lowest = _along_columns(lowest_of(column_scale, E), R_TILE, K_TILE)
-        column, column_code = round_unscaled(x, lowest, random, M, SR)
-    else:
-        row, row_code = round_float(x * _along_rows(row_factor, R_TILE, K_TILE), random, M, E, MAX, SR)
-        row = row * _along_rows(row_value, R_TILE, K_TILE)
-        factor = _along_columns(column_factor, R_TILE, K_TILE)
-        column, column_code = round_float(x * factor, random, M, E, MAX, SR)
-        column = column * _along_columns(column_value, R_TILE, K_TILE)
+    row, row_code = round_float(x * _along_rows(row_factor, R_TILE, K_TILE), random, M, E, MAX, SR)
+    column, column_code = round_float(x * _along_columns(column_factor, R_TILE, K_TILE), random, M, E, MAX, SR)
     if HAS_VALUES:
         at = base + r * num_k + k
-        tl.store(row_values_ptr + at, with_sign(row, x).to(row_values_ptr.dtype.element_ty), mask=inside)
-        tl.store(column_values_ptr + at, with_sign(column, x).to(column_values_ptr.dtype.element_ty), mask=inside)
+        row = with_sign(row, x) * _along_rows(row_value, R_TILE, K_TILE)
+        column = with_sign(column, x) * _along_columns(column_value, R_TILE, K_TILE)
+        tl.store(row_values_ptr + at, row.to(row_values_ptr.dtype.element_ty), mask=inside)
+        tl.store(column_values_ptr + at, column.to(column_values_ptr.dtype.element_ty), mask=inside)
     if HAS_CODES:
         code = (row_code | sign_code(x, 7)) & _along_rows(tl.where(row_top >= EXPONENT, 0, -1), R_TILE, K_TILE)
         tl.store(row_codes_ptr + base + r * num_k + k, code.to(tl.uint8), mask=inside)
@@ -108,6 +93,74 @@ def both_kernel(
         c = tl.arange(0, R_TILE // 32)[:, None]
         at = column_scale_ptr + (k0 + k).to(tl.int64) * num_c + r0 // 32 + c
         tl.store(at, column_scale.to(tl.uint8), mask=(k0 + k < num_k) & (r0 // 32 + c < num_c))
+
+
+@triton.jit
+def requantize_kernel(
+    codes_ptr,
+    source_scale_ptr,
+    tensor_ptr,
+    values_ptr,
+    seed_ptr,
+    num_n,
+    num_k,
+    stored,
+    source_blocks,
+    tensor_stride_e,
+    tensor_stride_n,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    MAX: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
+    RULE: tl.constexpr,
+    ZERO: tl.constexpr,
+    SR: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr,
+    K_TILE: tl.constexpr,
+):
+    """Decode NVFP4 along K and quantize to MXFP8 along N, 32 rows at a time; see `launch.requantize`.
+
+    Grid: (tiles of K, tiles of N, experts).
+    """
+    expert = tl.program_id(2).to(tl.int64)
+    n0, k0 = tl.program_id(1) * 32, tl.program_id(0) * K_TILE
+    n = n0 + tl.arange(0, 32)[:, None]
+    row_inside = tl.full((1, 1), 1, tl.int1) if EVEN else n < num_n
+    line = expert * num_n + n
+    byte = k0 // 2 + tl.arange(0, K_TILE // 2)[None, :]
+    inside = row_inside if EVEN else row_inside & (byte < stored)
+    code = tl.load(codes_ptr + line * stored + byte, mask=inside, other=0).to(tl.int32)
+    code = tl.reshape(tl.join(code & 0xF, code >> 4), (32, K_TILE))
+    block = k0 // 16 + tl.arange(0, K_TILE // 16)[None, :]
+    inside = row_inside if EVEN else row_inside & (block < source_blocks)
+    scale = e4m3_value(tl.load(source_scale_ptr + line * source_blocks + block, mask=inside, other=0).to(tl.int32))
+    scale = tl.reshape(tl.broadcast_to(tl.reshape(scale, (32, K_TILE // 16, 1)), (32, K_TILE // 16, 16)), (32, K_TILE))
+    tensor = tl.load(tensor_ptr + expert * tensor_stride_e + n * tensor_stride_n, mask=row_inside, other=0.0)
+    x = (decode_float(code, 1, 0, 3) * scale) * tensor
+    k = k0 + tl.arange(0, K_TILE)[None, :]
+    inside = row_inside if EVEN else row_inside & (k < num_k)
+    base = (expert * num_n + n0) * num_k + k0
+    random = as_bits(x)
+    if SR > 0:
+        random = _random(tl.load(seed_ptr), base, num_k, ALIGNED, 32, K_TILE)
+    top = tl.max(as_bits(x) & MAGNITUDE, axis=0, keep_dims=True)
+    _, value, factor = e8m0_scales(top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
+    rounded, _ = round_float(x * factor, random, M, E, MAX, SR)
+    out = with_sign(rounded, x) * value
+    tl.store(values_ptr + line * num_k + k, out.to(values_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _random(seed, base, num_k, ALIGNED: tl.constexpr, R_TILE: tl.constexpr, K_TILE: tl.constexpr):
+    """Return uint32 random bits of a tile at row-major index `base`, one draw for four columns if ALIGNED."""
+    r = tl.arange(0, R_TILE)[:, None]
+    if ALIGNED:
+        four = 4 * tl.arange(0, K_TILE // 4)[None, :]
+        w0, w1, w2, w3 = philox_words(seed, (base + r * num_k + four) >> 2)
+        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (R_TILE, K_TILE))
+    return random_at(seed, base + r * num_k + tl.arange(0, K_TILE)[None, :])
 
 
 @triton.jit

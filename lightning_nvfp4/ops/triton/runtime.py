@@ -1,0 +1,55 @@
+"""Launching kernels with little of Python: a compiled kernel is kept by all that it was compiled for."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run in Triton's interpreter, on the CPU; read when triton is imported."""
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *arguments: Any, **options: Any) -> None:
+    """Launch a kernel on the device of a tensor.
+
+    Triton finds the compiled kernel by inspecting every argument in Python, which takes longer than a small kernel
+    runs. Here all numbers are part of a key; of a tensor, its dtype and whether its address is aligned.
+
+    Args:
+        kernel: a `triton.jit` function whose constexprs come last.
+        grid: one to three numbers of programs.
+        on: tensor on the device.
+        arguments: tensors, tensor descriptors and numbers, by position.
+        options: constexprs by name, num_warps and num_stages.
+    """
+    if INTERPRETED:
+        kernel[grid](*arguments, enable_fp_fusion=False, **options)
+        return
+    device = on.get_device()
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, on, *arguments, **options)
+        return
+    key = (id(kernel), device, *map(_kind, arguments), *options.values())
+    found = _compiled.get(key)
+    if found is None:
+        # A contraction of products and sums would change bits.
+        compiled = kernel[grid](*arguments, enable_fp_fusion=False, **options)
+        constants = tuple(options[name] for name in kernel.arg_names[len(arguments) :])
+        _compiled[key] = (compiled, constants)
+    else:
+        compiled, constants = found
+        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+
+
+def _kind(argument: Any) -> Any:
+    """Return what the compiled kernel depends on."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() & 15
+    if isinstance(argument, int):
+        return argument
+    return argument.base.dtype, *argument.block_shape
