@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_nvfp4 import PRESETS, convert
 from lightning_nvfp4.nn.autocast import bf16_autocast
 
-
 SMALL = {
     "model_type": "qwen3_moe",
     "vocab_size": 1024,

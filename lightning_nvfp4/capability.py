@@ -1,7 +1,7 @@
 """What this machine and its packages can run, and why not; asked nowhere else.
 
 Backends of the quantized GEMMs: ``reference`` (plain torch, any device, the executable definition of the numerics),
-``triton`` (fused emulation on CUDA) and ``te`` (Transformer Engine, native FP8 or FP4 tensor cores).
+``triton`` (fused emulation on CUDA, the same bits) and ``te`` (Transformer Engine, native FP8 or FP4 tensor cores).
 """
 
 from __future__ import annotations
@@ -56,6 +56,13 @@ def has_triton() -> bool:
     return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def resolve(backend: str) -> str:
+    """Return what ``auto`` means on this machine: ``triton`` where a CUDA device is visible, else ``reference``."""
+    if require(backend) != "auto":
+        return backend
+    return "triton" if torch.cuda.is_available() and has_triton() else "reference"
+
+
 def why_not(backend: str) -> str:
     """Return the reason why `backend` cannot run here."""
     package = {"te": "transformer_engine", "triton": "triton"}[backend]
@@ -70,15 +77,16 @@ def backend_for(preset: str) -> Choice:
     """Return the backend that ``backend="auto"`` gives `preset` on this machine, with the reason in one line."""
     if preset not in _NATIVE_SINCE:
         raise unknown("precision preset", preset, _NATIVE_SINCE)
+    emulated = resolve("auto")
     if preset == "bf16-gemm":
-        return Choice("reference", True, "BF16 operands, FP32 accumulation on every device; nothing is quantized")
+        return Choice(emulated, True, "BF16 operands, FP32 accumulation on every device; nothing is quantized")
     major, minor = _NATIVE_SINCE[preset]
     if not torch.cuda.is_available():
-        return Choice("reference", False, "emulated: no CUDA device; same bits as on a GPU, at emulation speed")
+        return Choice(emulated, False, "emulated: no CUDA device; same bits as on a GPU, at emulation speed")
     have = torch.cuda.get_device_capability()
     if have < (major, minor):
-        return Choice("reference", False, f"emulated: compute capability {have} is below {(major, minor)}")
-    return Choice("reference", False, f"emulated: {why_not('te')}")
+        return Choice(emulated, False, f"emulated: compute capability {have} is below {(major, minor)}")
+    return Choice(emulated, False, f"emulated: {why_not('te')}")
 
 
 def cache_folder() -> Path:

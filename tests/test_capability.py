@@ -53,3 +53,16 @@ def test_the_report_is_plain_data_about_this_machine() -> None:
     report = capability.report()
     assert report["versions"]["torch"] and report["devices"][0] == "cpu"
     assert set(report["presets"]) == set(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "triton", "expected"),
+    [(False, False, "reference"), (False, True, "reference"), (True, False, "reference"), (True, True, "triton")],
+)
+def test_auto_is_triton_on_cuda_and_the_reference_elsewhere(
+    cuda: bool, triton: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capability.torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(capability, "has_triton", lambda: triton)
+    assert capability.resolve("auto") == expected
+    assert capability.resolve("reference") == "reference"

@@ -8,6 +8,7 @@ import platform
 import shutil
 from dataclasses import asdict
 from importlib import metadata
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +20,7 @@ _PACKAGE = "lightning-nvfp4"
 
 
 def run(arguments: list[str]) -> int:
-    """Print the findings; the exit status is 0 whatever they are."""
+    """Print the findings; the exit status is 1 if a self-test failed, else 0."""
     parser = Parser("nvfp4 doctor", "Versions, devices, and the backend of each precision on this machine.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args(arguments)
@@ -27,10 +28,16 @@ def run(arguments: list[str]) -> int:
 
     report = capability.report()
     conflicts = package_conflicts()
+    tests = self_tests()
+    failed = not all(result["passed"] for results in tests.values() for result in results)
     if options.json:
         report["presets"] = {name: asdict(choice) for name, choice in report["presets"].items()}
-        print(json.dumps({**report, "python": platform.python_version(), "conflicts": conflicts}, indent=1))
-        return 0
+        print(
+            json.dumps(
+                {**report, "python": platform.python_version(), "conflicts": conflicts, "self_test": tests}, indent=1
+            )
+        )
+        return int(failed)
     console = Console()
     table = _table("package", "version")
     table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
@@ -52,11 +59,27 @@ def run(arguments: list[str]) -> int:
         table.add_row(name, choice.backend, "yes" if choice.native else "no", choice.reason)
     console.print(table)
     console.print()
+    for device, results in tests.items():
+        wrong = [result for result in results if not result["passed"]]
+        seconds = sum(result["seconds"] for result in results)
+        console.print(f"self-test {device}: {len(results) - len(wrong)} of {len(results)} passed in {seconds:.1f} s")
+        for result in wrong:
+            console.print(f"  {result['name']}: {result['detail']}", markup=False, soft_wrap=True)
     console.print("packages: " + ("no conflicts" if not conflicts else ""), markup=False)
     for line in conflicts:
         console.print(f"  {line}", markup=False, soft_wrap=True)
     console.print(f"configurations: {len(packaged_configs())} under recipes/ and eval/", markup=False)
-    return 0
+    return int(failed)
+
+
+def self_tests() -> dict[str, list[dict[str, Any]]]:
+    """Return the results of the self-test on the CPU and on every CUDA device."""
+    import torch
+
+    from lightning_nvfp4.ops import self_test
+
+    devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    return {device: [asdict(result) for result in self_test.run(device)] for device in devices}
 
 
 def package_conflicts() -> list[str]:

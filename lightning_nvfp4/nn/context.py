@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_nvfp4.nn.weight_cache import WeightCache
@@ -29,6 +31,23 @@ def derive_seed(*parts: int) -> int:
     return state
 
 
+def derive_seeds(first: int, *counts: int) -> Tensor:
+    """Return ``derive_seed(first, i, j, ...)`` for all i, j, ... below `counts`, int64 of that shape."""
+    state = np.full((), first & _MASK, np.uint64)
+    with np.errstate(over="ignore"):  # the arithmetic is modulo 2^64
+        state = _mixed(state)
+        for count in counts:
+            state = _mixed(state[..., None] + np.arange(count, dtype=np.uint64))
+    return torch.from_numpy(state.view(np.int64))
+
+
+def _mixed(state: np.ndarray) -> np.ndarray:
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
 @dataclass
 class NumericsContext:
     """Mutable state shared by reference between the converted layers of one model.
@@ -37,6 +56,9 @@ class NumericsContext:
         step_seed: seed of the current optimizer step and micro-batch; each operand of each layer adds its own stream.
         forward_high_precision, backward_high_precision: run those GEMMs in BF16 (see `PrecisionSchedule`).
         weights: packed weights of the current optimizer step, under a generation counter.
+        num_layers: one more than the largest `LayerNumerics.index`.
+        seeds: int64 (layers, operands) of the current micro-batch on the device, or ``None``: a graph that is traced
+            once reads them there, and a launch need not fill in one.
         weight_cache: while not ``None``, quantized forward weights by (layer, operand); see `cached_weights`.
     """
 
@@ -46,13 +68,30 @@ class NumericsContext:
     weights: WeightCache = field(default_factory=WeightCache)
     weight_cache: dict[int, tuple[Tensor, Tensor | None]] | None = None
     step: tuple[int, ...] | None = None
+    num_layers: int = 0
+    seeds: Tensor | None = None
 
-    def begin(self, run_seed: int, rank: int, step: int, micro_batch: int, model: int = 0) -> None:
-        """Set the seed for the forward and backward of one micro-batch; the same arguments replay the same bits."""
+    def begin(
+        self,
+        run_seed: int,
+        rank: int,
+        step: int,
+        micro_batch: int,
+        model: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        """Set the seed for the forward and backward of one micro-batch; the same arguments replay the same bits.
+
+        With a `device` the seeds of all layers are put there; the bits are the same.
+        """
         if self.step != (run_seed, step):
             self.step = (run_seed, step)
             self.weights.next_generation()
         self.step_seed = derive_seed(run_seed, rank, step, micro_batch, *([model] if model else []))
+        self.seeds = None
+        if device is not None:
+            table = derive_seeds(self.step_seed, self.num_layers, len(OPERANDS))
+            self.seeds = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
     @contextmanager
     def cached_weights(self) -> Iterator[None]:
@@ -82,12 +121,14 @@ class LayerNumerics:
     backend: str = "auto"
     kept: bool = False
 
-    def seed(self, operand: str) -> int:
+    def seed(self, operand: str) -> int | Tensor:
         """Return the stochastic-rounding seed of `operand` (a name of `recipe.OPERANDS`) in the current micro-batch.
 
         The output's gradient has one seed in dgrad and wgrad: one pass over it draws for both.
         """
         stream = OPERANDS.index("dgrad_grad_output" if operand == "wgrad_grad_output" else operand)
+        if self.context.seeds is not None:
+            return self.context.seeds[self.index, stream]
         return derive_seed(self.context.step_seed, self.index, stream)
 
     def effective(self) -> GemmRecipe:

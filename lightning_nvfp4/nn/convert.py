@@ -16,6 +16,7 @@ from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.nn.context import LayerNumerics, NumericsContext
 from lightning_nvfp4.nn.experts import EXPERTS_IMPLEMENTATION
 from lightning_nvfp4.nn.linear import BlockScaledLinear, ConvertedModule, Fp32Router, converted_class
+from lightning_nvfp4.ops import kernels
 from lightning_nvfp4.recipe import GemmRecipe, Recipe, load_recipe
 from lightning_nvfp4.selection import Decision, flop_shares, select
 
@@ -74,10 +75,11 @@ def convert(
     """
     backend = capability.require(backend)
     recipe = load_recipe(recipe, overrides) if isinstance(recipe, str) else recipe
+    kernels()
     restore(model)
     decisions = tuple(select(model, recipe))
-    context = NumericsContext()
-    report = ConversionReport(recipe, backend, decisions, context)
+    context = NumericsContext(num_layers=2 * len(decisions))
+    report = ConversionReport(recipe, capability.resolve(backend), decisions, context)
     if not report.converted:
         if any(use != "keep" for use in [*recipe.roles.values(), *(rule.use for rule in recipe.rules)]):
             raise _nothing_converted(model, recipe, decisions)

@@ -138,7 +138,7 @@ def _seeds(numerics: LayerNumerics, gemm: GemmRecipe) -> Seeds:
     return {name: _seed(numerics, gemm, name) for name in names}
 
 
-def _seed(numerics: LayerNumerics, gemm: GemmRecipe, operand: str) -> int:
+def _seed(numerics: LayerNumerics, gemm: GemmRecipe, operand: str) -> int | Tensor:
     """Return the operand's seed; rounding to nearest needs none, and deriving one takes a while in Python."""
     spec: QuantSpec | None = getattr(gemm, operand)
     return numerics.seed(operand) if spec is not None and spec.rounding == STOCHASTIC else 0

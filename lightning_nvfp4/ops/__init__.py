@@ -1,8 +1,9 @@
 """Arithmetic on tensors: quantize, decode, and the GEMM of quantized operands."""
 
+from lightning_nvfp4.ops.backends import has_kernels, kernels
 from lightning_nvfp4.ops.contract import QuantizedTensor
 from lightning_nvfp4.ops.epilogue import apply_tensor_scales
-from lightning_nvfp4.ops.gemm import has_kernels, matmul, rows_matmul, tokens_matmul
+from lightning_nvfp4.ops.gemm import matmul, rows_matmul, tokens_matmul
 from lightning_nvfp4.ops.groups import Groups
 from lightning_nvfp4.ops.interface import QuantizedMeta
 from lightning_nvfp4.ops.reference.scales import finite_amax
@@ -23,6 +24,7 @@ __all__ = [
     "finite_amax",
     "hadamard_transform",
     "has_kernels",
+    "kernels",
     "matmul",
     "quantize",
     "quantize_values",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from lightning_nvfp4 import capability
@@ -14,10 +14,21 @@ from lightning_nvfp4.ops.interface import Backend
 from lightning_nvfp4.ops.reference import backend as reference
 from lightning_nvfp4.recipe import QuantSpec
 
+_kernels: Any = None
+"""The package of Triton kernels, once `kernels` has loaded it."""
 
-@functools.cache
-def _triton() -> Any:
-    return importlib.import_module("lightning_nvfp4.ops.triton.backend")
+
+def kernels() -> Any:
+    """Return `ops.triton.backend`, or ``None`` where Triton cannot run; conversion loads it ahead of any trace."""
+    global _kernels
+    if _kernels is None and not torch.compiler.is_compiling() and capability.has_triton():
+        _kernels = importlib.import_module("lightning_nvfp4.ops.triton.backend")
+    return _kernels
+
+
+def has_kernels(x: Tensor, name: str) -> bool:
+    """Return whether fused kernels, which know counts on the device only, work on x under a backend's name."""
+    return (name == "triton" or (name == "auto" and x.is_cuda)) and kernels() is not None
 
 
 def backend_for(x: Tensor, spec: QuantSpec, name: str = "auto") -> Backend:
@@ -28,15 +39,13 @@ def backend_for(x: Tensor, spec: QuantSpec, name: str = "auto") -> Backend:
     Raises:
         UserError: the backend named cannot work on this tensor in this format.
     """
-    name = capability.require(name)
-    if name == "reference":
+    if not has_kernels(x, name):
+        capability.require(name)
         return cast(Backend, reference)
-    if name == "auto" and not (x.is_cuda and capability.has_triton()):
-        return cast(Backend, reference)
-    kernels = _triton()
-    reason = kernels.uncovered(x, spec)
+    found = kernels()
+    reason = found.uncovered(x, spec)
     if reason is None:
-        return cast(Backend, kernels)
+        return found
     if name == "auto":
         return cast(Backend, reference)
     raise UserError(f"backend='triton' cannot quantize this tensor: {reason}. Use backend='auto' or 'reference'.")

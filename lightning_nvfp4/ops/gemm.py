@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_nvfp4 import capability
 from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.ops.backends import has_kernels, kernels
 from lightning_nvfp4.ops.contract import QuantizedTensor
 from lightning_nvfp4.ops.epilogue import apply_tensor_scales
 from lightning_nvfp4.ops.groups import Groups
@@ -83,10 +83,8 @@ def rows_matmul(
         backend: as `ops.quantize`.
     """
     if has_kernels(a_RK, backend):
-        from lightning_nvfp4.ops.triton import gemm as kernels
-
         offsets = groups.on_device(a_RK.device)
-        return kernels.rows(a_RK, b, offsets, transposed, row_scale, column_scale, bias_EN, dtype)
+        return kernels().rows(a_RK, b, offsets, transposed, row_scale, column_scale, bias_EN, dtype)
     return grouped.rows(a_RK, b, groups, transposed, row_scale, column_scale, bias_EN, dtype)
 
 
@@ -110,16 +108,8 @@ def tokens_matmul(
         backend: as `ops.quantize`.
     """
     if has_kernels(a_RN, backend):
-        from lightning_nvfp4.ops.triton import gemm as kernels
-
-        return kernels.tokens(a_RN, b_RK, groups.on_device(a_RN.device), row_scale, column_scale)
+        return kernels().tokens(a_RN, b_RK, groups.on_device(a_RN.device), row_scale, column_scale)
     return grouped.tokens(a_RN, b_RK, groups, row_scale, column_scale)
-
-
-def has_kernels(x: Tensor, backend: str) -> bool:
-    """Return whether fused kernels, which know counts on the device only, work on x."""
-    name = capability.require(backend)
-    return name == "triton" or (name == "auto" and x.is_cuda and capability.has_triton())
 
 
 def _operand(x: QuantizedTensor | Tensor, name: str) -> _Operand:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,12 +43,20 @@ class Groups:
         if self.offsets is not None:
             return self.offsets
         assert self.counts is not None
-        ends = [0]
-        for count in self.counts:
-            ends.append(ends[-1] + count)
-        return torch.tensor(ends, dtype=torch.int32, device=device)
+        # Made once: a copy from the host would be waited for in every layer.
+        return (_offsets if torch.compiler.is_compiling() else _kept_offsets)(self.counts, device)
 
     def expert_of(self, rows: Tensor) -> Tensor:
         """Return the expert (int64) that each row (its number) belongs to."""
         ends = self.on_device(rows.device)[1:]
         return torch.searchsorted(ends, rows.to(torch.int32), right=True)
+
+
+def _offsets(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+_kept_offsets = functools.lru_cache(256)(_offsets)

@@ -22,6 +22,7 @@ from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.nn.autocast import attention_of_autocast, bf16_autocast
 from lightning_nvfp4.nn.context import NumericsContext
 from lightning_nvfp4.nn.convert import ConversionReport, convert, restore
+from lightning_nvfp4.ops import self_test
 from lightning_nvfp4.recipe import load_recipe
 
 
@@ -74,6 +75,8 @@ class BlockScaledMixin:
                         f"{decision.path}.{name} is {parameter.dtype}: training in {self.precision!r} needs FP32 "
                         "master weights. Call model.float() before fit (from_pretrained keeps the checkpoint's dtype)."
                     )
+        if torch.cuda.is_available() and report.converted:
+            self_test.require(torch.device("cuda", torch.cuda.current_device()))
         parts = {id(part) for part in module.modules()}
         others = [pair for pair in self._conversions if (other := pair[0]()) is not None and id(other) not in parts]
         self._conversions = [*others, (weakref.ref(module), report)]
@@ -119,12 +122,24 @@ class BlockScaledMixin:
 
     def _seed(self, rank: int) -> None:
         run_seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        for number, (_, report) in enumerate(self._conversions):
-            report.context.begin(run_seed, rank, self._step, self._micro_batch, number)
+        for number, (module, report) in enumerate(self._conversions):
+            device = _seeds_device(module())
+            report.context.begin(run_seed, rank, self._step, self._micro_batch, number, device)
 
     def _next_step(self) -> None:
         self._step += 1
         self._micro_batch = 0
+
+
+def _seeds_device(module: nn.Module | None) -> torch.device | None:
+    """Return where the seeds of a module are read: on CUDA, and in a traced graph, from a tensor."""
+    if module is None:
+        return None
+    parameter = next(module.parameters(), None)
+    if parameter is None or parameter.device.type == "cuda":
+        return None if parameter is None else parameter.device
+    traced = any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in module.modules())
+    return parameter.device if traced else None
 
 
 class TrainerPart(BlockScaledMixin):

@@ -8,6 +8,7 @@ import torch
 from lightning_nvfp4 import PRESETS, GemmRecipe, QuantSpec, quantize
 from lightning_nvfp4.nn.context import LayerNumerics, NumericsContext
 from lightning_nvfp4.nn.function import grouped_linear, tokens_alignment
+from lightning_nvfp4.recipe import OPERANDS
 from lightning_nvfp4.testing import sqnr_db
 
 GEMMS = {name: recipe.gemms["experts"] for name, recipe in PRESETS.items()}
@@ -225,3 +226,12 @@ def test_a_second_derivative_is_an_error():
     (gradient,) = torch.autograd.grad((y.sum(1) * x.sum(1)).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.square().sum().backward()
+
+
+def test_seeds_on_a_device_are_those_of_the_host():
+    host, table = NumericsContext(num_layers=5), NumericsContext(num_layers=5)
+    host.begin(3, 1, 7, 2, 0)
+    table.begin(3, 1, 7, 2, 0, torch.device("cpu"))
+    for index, operand in itertools.product(range(5), OPERANDS):
+        seeds = [LayerNumerics(GEMMS["nvfp4-hybrid"], c, index).seed(operand) for c in (host, table)]
+        assert seeds[0] == int(seeds[1]) & (2**64 - 1)

@@ -155,7 +155,6 @@ def test_nearest_is_nearest_over_a_dense_grid(element: ElementFormat) -> None:
         (lambda: quantize(torch.ones(4, dtype=torch.int32), QuantSpec()), "floating-point"),
         (lambda: quantize(torch.ones(4), QuantSpec(), backend="triten"), "Did you mean 'triton'"),
         (lambda: quantize(torch.ones(4), QuantSpec(), backend="te"), "backend='te' cannot run"),
-        (lambda: quantize(torch.ones(4), QuantSpec(), backend="triton"), "backend='triton' cannot run"),
         (lambda: quantize(torch.ones(4), QuantSpec("mxfp8"), amax=torch.tensor(1.0)), "no tensor scale"),
         (lambda: quantize_values(torch.ones(4), QuantSpec("mxfp8"), amax=torch.tensor(1.0)), "no tensor scale"),
         (lambda: quantize(torch.ones(4, 32), QuantSpec(), amax=torch.ones(3, 1)), "broadcast"),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_nvfp4.formats.rounding import STOCHASTIC
 from lightning_nvfp4.ops.interface import Parts, QuantizedMeta
-from lightning_nvfp4.ops.triton import geometry, launch
+from lightning_nvfp4.ops.triton import gemm, geometry, launch, traced
 from lightning_nvfp4.ops.triton.runtime import INTERPRETED
 from lightning_nvfp4.recipe import QuantSpec
 
@@ -29,6 +29,11 @@ def quantize(
     values: torch.dtype | None,
 ) -> Parts:
     """Implement `ops.interface.Backend.quantize`."""
+    if torch.compiler.is_compiling():
+        found = traced.quantize(x, traced.written(spec), dim, _seed(seed, spec, x), amax, codes, values)
+        wanted = (codes, codes, values is not None, spec.format == "nvfp4", spec.format == "nvfp4" and amax is None)
+        parts = Parts(*[part if want else None for part, want in zip(found, wanted, strict=True)])
+        return parts if amax is None else parts._replace(amax=amax)
     return Parts(*launch.quantize(x, spec, dim, _seed(seed, spec, x), amax, codes, values))
 
 
@@ -43,11 +48,16 @@ def decode(
     inverse: bool,
 ) -> Tensor:
     """Implement `ops.interface.Backend.decode`."""
+    if torch.compiler.is_compiling():
+        text = traced.written(spec)
+        return traced.decode(codes, block_scale, tensor_scale, text, list(shape), dim, dtype, inverse)
     return launch.decode(codes, block_scale, tensor_scale, spec, shape, dim, dtype, inverse)
 
 
 def transform(x: Tensor, spec: QuantSpec, dim: int) -> Tensor:
     """Implement `ops.interface.Backend.transform`."""
+    if torch.compiler.is_compiling():
+        return traced.transform(x, traced.written(spec), dim)
     return launch.transform(x, spec, dim)
 
 
@@ -56,6 +66,9 @@ def quantize_twice(
 ) -> tuple[Tensor, Tensor]:
     """Implement `ops.interface.Backend.quantize_twice`."""
     if along_last == along_first and _plain_mxfp8(along_last):
+        if torch.compiler.is_compiling():
+            pair = traced.quantize_twice(x, traced.written(along_last), _seed(seed, along_last, x), dtype)
+            return pair[0], pair[1]
         _, last, first = launch.both(x, along_last, _seed(seed, along_last, x), False, dtype)
         assert last is not None and first is not None
         return last, first
@@ -81,7 +94,34 @@ def requantize(
         return None
     if tensor_scale.ndim and tensor_scale.shape[-1] != 1:
         return None
-    return launch.requantize(codes, block_scale, tensor_scale, meta.shape, spec, _seed(seed, spec, codes), dtype)
+    seed = _seed(seed, spec, codes)
+    if torch.compiler.is_compiling():
+        text = traced.written(spec)
+        return traced.requantize(codes, block_scale, tensor_scale, list(meta.shape), text, seed, dtype)
+    return launch.requantize(codes, block_scale, tensor_scale, meta.shape, spec, seed, dtype)
+
+
+def rows(
+    a_RK: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    transposed: bool,
+    row_scale: Tensor | None,
+    column_scale: Tensor | None,
+    bias_EN: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Implement `ops.gemm.rows_matmul`."""
+    function = traced.rows if torch.compiler.is_compiling() else gemm.rows
+    return function(a_RK, b, offsets, transposed, row_scale, column_scale, bias_EN, dtype)
+
+
+def tokens(
+    a_RN: Tensor, b_RK: Tensor, offsets: Tensor, row_scale: Tensor | None, column_scale: Tensor | None
+) -> Tensor:
+    """Implement `ops.gemm.tokens_matmul`."""
+    function = traced.tokens if torch.compiler.is_compiling() else gemm.tokens
+    return function(a_RN, b_RK, offsets, row_scale, column_scale)
 
 
 def _plain_mxfp8(spec: QuantSpec) -> bool:

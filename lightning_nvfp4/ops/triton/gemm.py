@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lightning_nvfp4.ops.triton.device import gemm_kernel
@@ -54,6 +55,8 @@ def rows(
     out = torch.empty(num_r, num_n, dtype=dtype, device=a_RK.device)
     if out.numel() == 0 or a_RK.shape[1] == 0:
         return out.zero_()
+    if isinstance(out, FakeTensor):
+        return out
     a_RK, b = _aligned(a_RK), _aligned(b)
     num_k = min(a_RK.shape[1], b.shape[2]) if transposed else b.shape[1]
     small = num_r <= 64 * num_experts or num_n <= 64 or not a_RK.is_cuda
@@ -92,6 +95,8 @@ def tokens(
     out = torch.empty(num_experts, num_n, num_k, dtype=torch.float32, device=a_RN.device)
     if out.numel() == 0 or a_RN.shape[0] == 0:
         return out.zero_()
+    if isinstance(out, FakeTensor):
+        return out
     small = num_n <= 64 or num_k <= 64 or not a_RN.is_cuda
     config = dict(_TOKENS_SMALL if small else _TOKENS)
     a, b = _aligned(a_RN), _aligned(b_RK)

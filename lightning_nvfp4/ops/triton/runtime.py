@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in Triton's interpreter, on the CPU; read when triton is imported."""
@@ -26,6 +27,8 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *arguments: Any, **op
         arguments: tensors, tensor descriptors and numbers, by position.
         options: constexprs by name, num_warps and num_stages.
     """
+    if isinstance(on, FakeTensor):
+        return  # a trace asks for shapes
     if INTERPRETED:
         kernel[grid](*arguments, enable_fp_fusion=False, **options)
         return

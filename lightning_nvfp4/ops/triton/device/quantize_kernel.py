@@ -155,9 +155,9 @@ def quantize_kernel(
     block_inside = row_inside if EVEN else row_inside & (k0 // BLOCK + c < num_c)
     inside = tl.full((1, 1, 1), 1, tl.int1) if EVEN else (l0 + l < num_l) & (k0 + k < num_k)
     if GATHER:
-        row = tl.load(index_ptr + l0 + l, mask=l0 + l < num_l, other=-1)
-        at = x_ptr + row.to(tl.int64) * xsl + (k0 + k) * xsk
-        x = tl.load(at, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        source = tl.load(index_ptr + l0 + l, mask=l0 + l < num_l, other=-1)
+        at = x_ptr + source.to(tl.int64) * xsl + (k0 + k) * xsk
+        x = tl.load(at, mask=inside & tl.broadcast_to(source >= 0, (L_TILE, C, BLOCK)), other=0.0).to(tl.float32)
     else:
         x = tl.load(x_ptr + base + l * xsl + k * xsk, mask=inside, other=0.0).to(tl.float32)
     if HADAMARD:
