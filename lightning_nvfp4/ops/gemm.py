@@ -107,6 +107,8 @@ def tokens_matmul(
         column_scale: float32 tensor scale of b, (1 or E, 1 or K).
         backend: as `ops.quantize`.
     """
+    if groups.num == 1:  # it owns all rows, the zeros that complete a Hadamard transform included
+        groups = Groups.of((len(a_RN),))
     if has_kernels(a_RN, backend):
         return kernels().tokens(a_RN, b_RK, groups.on_device(a_RN.device), row_scale, column_scale)
     return grouped.tokens(a_RN, b_RK, groups, row_scale, column_scale)

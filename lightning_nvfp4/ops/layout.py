@@ -98,3 +98,8 @@ def num_elements(shape: tuple[int, ...]) -> int:
 def per_expert(ndim: int, dim: int) -> bool:
     """Return whether a tensor is a stack of expert weights, quantized within the experts."""
     return ndim == 3 and dim != 0
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b rounded up."""
+    return -(-a // b)

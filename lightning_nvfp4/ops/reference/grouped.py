@@ -43,8 +43,7 @@ def tokens(a_RN: Tensor, b_RK: Tensor, groups: Groups, row_scale: Tensor | None,
     counts = groups.on_host()
     start = 0
     for e, count in enumerate(counts):
-        # One expert owns all rows, the zeros that complete a Hadamard transform included.
-        part = slice(start, start + count) if len(counts) > 1 else slice(None)
+        part = slice(start, start + count)
         rows = None if row_scale is None else row_scale[e % len(row_scale), :, None]
         columns = None if column_scale is None else column_scale[e % len(column_scale)]
         out[e] = apply_tensor_scales(product(a_RN[part].T, b_RK[part]), rows, columns)

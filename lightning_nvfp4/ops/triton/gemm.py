@@ -6,11 +6,11 @@ import functools
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lightning_nvfp4.ops.layout import ceil_div
 from lightning_nvfp4.ops.triton.device import gemm_kernel
 from lightning_nvfp4.ops.triton.runtime import INTERPRETED, launch
 
@@ -64,7 +64,7 @@ def rows(
     block_b = (1, config["BLOCK_N"], config["BLOCK_K"]) if transposed else (1, config["BLOCK_K"], config["BLOCK_N"])
     row_stride = 0 if row_scale is None or row_scale.numel() == 1 else 1
     column, strides = _expanded(column_scale, num_experts, num_n)
-    tiles = (triton.cdiv(num_r, config["BLOCK_M"]) + num_experts) * triton.cdiv(num_n, config["BLOCK_N"])
+    tiles = (ceil_div(num_r, config["BLOCK_M"]) + num_experts) * ceil_div(num_n, config["BLOCK_N"])
     programs = min(_programs(a_RK.device), tiles)
     launch(
             kernels.rows_kernel, (programs,), a_RK,
@@ -102,7 +102,7 @@ def tokens(
     a, b = _aligned(a_RN), _aligned(b_RK)
     row, row_strides = _expanded(row_scale, num_experts, num_n)
     column, column_strides = _expanded(column_scale, num_experts, num_k)
-    tiles = num_experts * triton.cdiv(num_n, config["BLOCK_N"]) * triton.cdiv(num_k, config["BLOCK_K"])
+    tiles = num_experts * ceil_div(num_n, config["BLOCK_N"]) * ceil_div(num_k, config["BLOCK_K"])
     programs = min(_programs(a.device), tiles)
     launch(
             kernels.tokens_kernel, (programs,), a,

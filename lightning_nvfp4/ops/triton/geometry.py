@@ -7,13 +7,12 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from lightning_nvfp4.formats.block import BLOCK_FORMATS, HADAMARD_SIGNS
 from lightning_nvfp4.formats.element import ELEMENTS, S2F6
 from lightning_nvfp4.formats.rounding import STOCHASTIC
-from lightning_nvfp4.ops.layout import block_of, num_blocks
+from lightning_nvfp4.ops.layout import block_of, ceil_div, num_blocks
 from lightning_nvfp4.recipe import QuantSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -104,9 +103,9 @@ def tile_of(spec: QuantSpec, v: View, codes: bool, elements: int = 4096) -> tupl
 
 def grid_of(batches: int, num_l: int, num_c: int, rows: int, c: int) -> tuple[tuple[int, int], int]:
     """Return the grid (batches x tiles along C, tiles along L), and the rows of a tile, more where CUDA needs it."""
-    while triton.cdiv(num_l, rows) > _MAX_GRID:
+    while ceil_div(num_l, rows) > _MAX_GRID:
         rows *= 2
-    return (batches * triton.cdiv(num_c, c), triton.cdiv(num_l, rows)), rows
+    return (batches * ceil_div(num_c, c), ceil_div(num_l, rows)), rows
 
 
 def warps_of(elements: int) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 from torch import Tensor
 
 from lightning_nvfp4.formats.block import BLOCK_FORMATS
 from lightning_nvfp4.formats.rounding import STOCHASTIC
-from lightning_nvfp4.ops.layout import num_blocks, per_expert, stored_length
+from lightning_nvfp4.ops.layout import ceil_div, num_blocks, per_expert, stored_length
 from lightning_nvfp4.ops.triton.device import matrix_kernel
 from lightning_nvfp4.ops.triton.device import quantize_kernel as kernels
 from lightning_nvfp4.ops.triton.geometry import (
@@ -48,8 +47,8 @@ def amax(x: Tensor, spec: QuantSpec, dim: int) -> Tensor:
     constants = constants_of(spec)
     rows, c = tile_of(spec, v, False)
     block = constants["BLOCK"]
-    steps = max(1, min(4, triton.cdiv(nk, c * block)))
-    grid = (na * nb * triton.cdiv(nl, rows) * triton.cdiv(nk, steps * c * block),)
+    steps = max(1, min(4, ceil_div(nk, c * block)))
+    grid = (na * nb * ceil_div(nl, rows) * ceil_div(nk, steps * c * block),)
     launch(
         kernels.amax_kernel,
         grid,
@@ -177,7 +176,7 @@ def requantize(
     out = torch.empty(*experts, n, k, dtype=values, device=codes.device)
     scale = tensor_scale.expand(*experts, n, 1).reshape(-1, n)
     launch(
-        matrix_kernel.requantize_kernel, (triton.cdiv(k, 256), triton.cdiv(n, 32), math.prod(experts)), codes,
+        matrix_kernel.requantize_kernel, (ceil_div(k, 256), ceil_div(n, 32), math.prod(experts)), codes,
         codes, block_scale, scale, out, seed, n, k, codes.shape[-1], block_scale.shape[-1], *scale.stride(),
         ALIGNED=k % 4 == 0, EVEN=n % 32 == 0 and k % 256 == 0, K_TILE=256, num_warps=4,
         **{name: constants[name] for name in _MATRIX_CONSTANTS},
@@ -229,7 +228,7 @@ def decode(
         spread = tensor_scale.expand(*lead, num_c).reshape(na, nb, nl, num_c)
         tensor_scale, tensor_strides = spread, spread.stride()
     rows, c = tile_of(spec, View((na, nb, nl, nk), strides), True)
-    grid = (na * nb * triton.cdiv(nl, rows) * triton.cdiv(num_c, c),)
+    grid = (na * nb * ceil_div(nl, rows) * ceil_div(num_c, c),)
     hadamard = constants["HADAMARD"] if inverse else 0
     launch(
         kernels.decode_kernel,
@@ -253,7 +252,7 @@ def transform(x: Tensor, spec: QuantSpec, dim: int) -> Tensor:
     na, nb, nl, nk = v.sizes
     c = 1 if v.strides[3] != 1 else max(1, min(power_of_two(shape[dim]), 1024) // constants["HADAMARD"])
     rows = max(1, min(power_of_two(nl), 4096 // (c * constants["HADAMARD"])))
-    grid = (na * nb * triton.cdiv(nl, rows) * triton.cdiv(shape[dim], c * constants["HADAMARD"]),)
+    grid = (na * nb * ceil_div(nl, rows) * ceil_div(shape[dim], c * constants["HADAMARD"]),)
     launch(
         kernels.transform_kernel, grid, x, x, out, nb, nl, nk, shape[dim], *v.strides, *view(shape, dim).strides,
         SIGNS=constants["SIGNS"], HADAMARD=constants["HADAMARD"], L_TILE=rows, C=c, num_warps=4,
@@ -287,7 +286,7 @@ def both(
             for n, m in ((num_r, num_k), (num_r, -(-num_k // 32)), (num_k, num_r), (num_k, -(-num_r // 32)))
         )
     c = packed or (x,) * 4
-    grid = (triton.cdiv(num_r, 32) * triton.cdiv(num_k, 128),)
+    grid = (ceil_div(num_r, 32) * ceil_div(num_k, 128),)
     launch(
         matrix_kernel.both_kernel, grid, x,
         x, c[0], c[1], _or(row, x), c[2], c[3], _or(column, x), seed, num_r, num_k,
@@ -302,7 +301,7 @@ def tensor_scales(amax_: Tensor) -> tuple[Tensor, Tensor]:
     """Return a sixth of the encode tensor scale, and the decode tensor scale, of an amax of any shape; float32."""
     source = amax_.contiguous()
     sixth, decoded = torch.empty_like(source), torch.empty_like(source)
-    grid = (triton.cdiv(max(source.numel(), 1), 1024),)
+    grid = (ceil_div(max(source.numel(), 1), 1024),)
     launch(kernels.tensor_scales_kernel, grid, source, source, sixth, decoded, source.numel(), BLOCK=1024, num_warps=4)
     return sixth, decoded
 
