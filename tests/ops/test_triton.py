@@ -59,16 +59,18 @@ def assert_same(ours: QuantizedTensor, reference: QuantizedTensor) -> None:
 @each_spec
 @pytest.mark.parametrize("shape", [(37, 50), (3, 20, 40), (64, 128), (5,), (2, 3, 5, 16), (1, 1)], ids=str)
 def test_codes_and_scales_are_the_references(spec: QuantSpec, shape: tuple[int, ...]) -> None:
-    x = adversarial(*shape)
-    for dim in range(len(shape)):
-        reference = quantize(x, spec, dim=dim, seed=7, backend="reference")
-        assert_same(quantize(x.to(DEVICE), spec, dim=dim, seed=7, backend="triton"), reference)
+    # Where one scale serves the tensor, the extremes of the second leave only zeros and saturated codes of the rest.
+    for x in (normal(*shape), adversarial(*shape)):
+        for dim in range(len(shape)):
+            reference = quantize(x, spec, dim=dim, seed=7, backend="reference")
+            assert_same(quantize(x.to(DEVICE), spec, dim=dim, seed=7, backend="triton"), reference)
 
 
 @each_spec
-@pytest.mark.parametrize("shape", [(37, 50), (3, 20, 40), (64, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(37, 50), (3, 20, 40)], ids=str)
 def test_values_and_decoding_are_the_references(spec: QuantSpec, shape: tuple[int, ...]) -> None:
-    x = adversarial(*shape)
+    x = normal(*shape)
+    x.view(-1)[77] = float("nan")
     for dim in range(len(shape)):
         q = quantize(x, spec, dim=dim, seed=7, backend="reference")
         values, _ = quantize_values(x.to(DEVICE), spec, dim=dim, seed=7, backend="triton")
@@ -115,7 +117,7 @@ def test_both_directions_in_one_pass_are_two_quantizations(name: str, shape: tup
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8-sr", "mxfp8-2d", "fp8"])
 @pytest.mark.parametrize("shape", [(37, 50), (64, 64), (3, 20, 40)], ids=str)
 def test_requantization_is_decoding_and_quantizing(source: str, name: str, shape: tuple[int, ...]) -> None:
-    q = quantize(adversarial(*shape), COVERED[source])
+    q = quantize(normal(*shape), COVERED[source])
     dim = len(shape) - 2
     expected, _ = quantize_values(q.dequantize(), COVERED[name], dim=dim, seed=9, backend="reference")
     parts = [None if t is None else t.to(DEVICE) for t in q.tensors()]
