@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,28 +25,24 @@ def derive_seed(*parts: int) -> int:
     """
     state = 0
     for part in parts:
-        state = (state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
+        state = _mixed(state + (part & _MASK))
     return state
 
 
 def derive_seeds(first: int, *counts: int) -> Tensor:
     """Return ``derive_seed(first, i, j, ...)`` for all i, j, ... below `counts`, int64 of that shape."""
-    state = np.full((), first & _MASK, np.uint64)
-    with np.errstate(over="ignore"):  # the arithmetic is modulo 2^64
-        state = _mixed(state)
-        for count in counts:
-            state = _mixed(state[..., None] + np.arange(count, dtype=np.uint64))
-    return torch.from_numpy(state.view(np.int64))
+    state = np.array([derive_seed(first)], np.uint64)
+    for count in counts:
+        state = _mixed(state[..., None] + np.arange(count, dtype=np.uint64))
+    return torch.from_numpy(state[0].view(np.int64))
 
 
-def _mixed(state: np.ndarray) -> np.ndarray:
-    state = state + np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+def _mixed(state: Any) -> Any:
+    """Advance an integer, or each of an array of uint64, which wraps by itself."""
+    state = (state + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.formats.element import E4M3
 from lightning_nvfp4.ops.gemm import rows_matmul, tokens_matmul
 from lightning_nvfp4.ops.groups import Groups
 from lightning_nvfp4.ops.select import quantize, quantize_values, quantize_values_twice, requantize_values
@@ -113,9 +114,9 @@ def _one_pass(device: torch.device) -> str:
 
 
 def _unbiased(device: torch.device) -> str:
-    """A block of 448 and values a quarter above a code: one in four goes up."""
+    """Values a quarter above a code, in blocks with scale 1: one in four goes up."""
     x = torch.full((_DRAWS // 16, 32), 32.0 + 1.0, device=device)
-    x[:, ::2] = 448.0
+    x[:, ::2] = E4M3.max
     up = (quantize_values(x, _MX_SR, seed=_SEED)[0][:, 1::2] > 32.0).double()
     if not bool(((up == 0) | (up == 1)).all()) or float(up.sum()) == 0:
         return "nothing is rounded up"

@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lightning_nvfp4.ops.layout import ceil_div
 from lightning_nvfp4.ops.triton.device import gemm_kernel
+from lightning_nvfp4.ops.triton.geometry import given, power_of_two
 from lightning_nvfp4.ops.triton.runtime import INTERPRETED, launch
 
 kernels: Any = gemm_kernel
@@ -67,15 +68,15 @@ def rows(
     tiles = (ceil_div(num_r, config["BLOCK_M"]) + num_experts) * ceil_div(num_n, config["BLOCK_N"])
     programs = min(_programs(a_RK.device), tiles)
     launch(
-            kernels.rows_kernel, (programs,), a_RK,
-            TensorDescriptor.from_tensor(a_RK, [config["BLOCK_M"], config["BLOCK_K"]]),
-            TensorDescriptor.from_tensor(b, list(block_b)),
-            out, offsets, _or(row_scale, out), _or(column, out), _or(bias_EN, out),
-            num_experts, num_n, num_k, row_stride, *strides,
-            TRANSPOSED=transposed, SCALES=(row_scale is not None) + _column_flag(column_scale),
-            HAS_BIAS=bias_EN is not None, E_POWER=_power(num_experts), NUM_PROGRAMS=programs,
-            INTERPRETED=INTERPRETED, **config,
-        )  # fmt: skip
+        kernels.rows_kernel, (programs,), a_RK,
+        TensorDescriptor.from_tensor(a_RK, [config["BLOCK_M"], config["BLOCK_K"]]),
+        TensorDescriptor.from_tensor(b, list(block_b)),
+        out, offsets, given(row_scale, out), given(column, out), given(bias_EN, out),
+        num_experts, num_n, num_k, row_stride, *strides,
+        TRANSPOSED=transposed, SCALES=(row_scale is not None) + _column_flag(column_scale),
+        HAS_BIAS=bias_EN is not None, E_POWER=power_of_two(num_experts), NUM_PROGRAMS=programs,
+        INTERPRETED=INTERPRETED, **config,
+    )  # fmt: skip
     return out
 
 
@@ -105,14 +106,14 @@ def tokens(
     tiles = num_experts * ceil_div(num_n, config["BLOCK_N"]) * ceil_div(num_k, config["BLOCK_K"])
     programs = min(_programs(a.device), tiles)
     launch(
-            kernels.tokens_kernel, (programs,), a,
-            TensorDescriptor.from_tensor(a, [config["BLOCK_R"], config["BLOCK_N"]]),
-            TensorDescriptor.from_tensor(b, [config["BLOCK_R"], config["BLOCK_K"]]),
-            a, b, out, offsets, _or(row, out), _or(column, out),
-            num_experts, num_n, num_k, a.stride(0), b.stride(0), *row_strides, *column_strides,
-            SCALES=(row is not None) + _column_flag(column_scale), NUM_PROGRAMS=programs,
-            INTERPRETED=INTERPRETED, **config,
-        )  # fmt: skip
+        kernels.tokens_kernel, (programs,), a,
+        TensorDescriptor.from_tensor(a, [config["BLOCK_R"], config["BLOCK_N"]]),
+        TensorDescriptor.from_tensor(b, [config["BLOCK_R"], config["BLOCK_K"]]),
+        a, b, out, offsets, given(row, out), given(column, out),
+        num_experts, num_n, num_k, a.stride(0), b.stride(0), *row_strides, *column_strides,
+        SCALES=(row is not None) + _column_flag(column_scale), NUM_PROGRAMS=programs,
+        INTERPRETED=INTERPRETED, **config,
+    )  # fmt: skip
     return out
 
 
@@ -131,11 +132,3 @@ def _expanded(scale: Tensor | None, num_experts: int, n: int) -> tuple[Tensor | 
 
 def _column_flag(scale: Tensor | None) -> int:
     return 0 if scale is None else 2 if scale.shape[-1] == 1 else 4
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    return other if tensor is None else tensor
-
-
-def _power(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()

@@ -18,6 +18,8 @@ from lightning_nvfp4.recipe import QuantSpec
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIGN_PERIOD = 16
 _MAX_GRID = 65535
+_TILE = 4096
+"""Elements of a tile."""
 
 
 def uncovered(spec: QuantSpec) -> str | None:
@@ -89,7 +91,7 @@ def power_of_two(n: int) -> int:
 
 
 @functools.lru_cache(4096)
-def tile_of(spec: QuantSpec, v: View, codes: bool, elements: int = 4096) -> tuple[int, int]:
+def tile_of(spec: QuantSpec, v: View, codes: bool) -> tuple[int, int]:
     """Return rows and blocks of a tile: long runs of memory in what is read, and in codes where they are written."""
     rows, length = block_of(spec)
     blocks = num_blocks(v.sizes[3], spec)
@@ -98,7 +100,7 @@ def tile_of(spec: QuantSpec, v: View, codes: bool, elements: int = 4096) -> tupl
         c = max(least, min(power_of_two(blocks), max(1, 1024 // length)))
     else:
         c = max(least, min(power_of_two(blocks), max(1, (64 if codes else 32) // length)))
-    return max(rows, min(power_of_two(v.sizes[2]), elements // (c * length))), c
+    return max(rows, min(power_of_two(v.sizes[2]), _TILE // (c * length))), c
 
 
 def grid_of(batches: int, num_l: int, num_c: int, rows: int, c: int) -> tuple[tuple[int, int], int]:
@@ -125,3 +127,8 @@ def prepare(x: Tensor, dim: int, stochastic: bool) -> tuple[Tensor, View]:
         return x, view(tuple(x.shape), dim, x.stride())
     x = x.contiguous()
     return x, view(tuple(x.shape), dim)
+
+
+def given(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """Return a tensor, or for ``None`` another one in the place of an argument that the kernel does not read."""
+    return other if tensor is None else tensor

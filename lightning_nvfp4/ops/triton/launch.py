@@ -13,9 +13,9 @@ from lightning_nvfp4.ops.layout import ceil_div, num_blocks, per_expert, stored_
 from lightning_nvfp4.ops.triton.device import matrix_kernel
 from lightning_nvfp4.ops.triton.device import quantize_kernel as kernels
 from lightning_nvfp4.ops.triton.geometry import (
-    DTYPES,
     View,
     constants_of,
+    given,
     grid_of,
     power_of_two,
     prepare,
@@ -112,7 +112,7 @@ def quantize(
         per_block = amax_.ndim > 0 and amax_.shape[-1] > 1
         strides = sixth.expand(*lead, num_c).reshape(na, nb, nl, num_c).stride()
     four_bits = constants["TOP"] == 3
-    stored = (length + 1) // 2 if four_bits else length
+    stored = ceil_div(length, 2) if four_bits else length
     code_dtype = torch.int8 if constants["M"] == -1 else torch.uint8
     out_codes = torch.empty(*lead, stored, dtype=code_dtype, device=x.device) if codes else None
     out_scale = torch.empty(*lead, num_c, dtype=torch.uint8, device=x.device) if codes else None
@@ -129,8 +129,8 @@ def quantize(
             draw_axis = 0
     grid, rows = grid_of(na * nb, nl, num_c, rows, c)
     arguments = (
-        x, index_or_x, _or(amax_, x), _or(sixth, x), _or(tensor_scale, x),
-        _or(out_codes, x), _or(out_scale, x), _or(out_values, x), seed,
+        x, index_or_x, given(amax_, x), given(sixth, x), given(tensor_scale, x),
+        given(out_codes, x), given(out_scale, x), given(out_values, x), seed,
         nb, nl, nk, length, stored, num_c, x.numel(), *v.strides, *strides, *vs,
     )  # fmt: skip
     flags = {
@@ -234,7 +234,7 @@ def decode(
         kernels.decode_kernel,
         grid,
         codes,
-        codes, block_scale, _or(tensor_scale, codes), _or(index, codes), out,
+        codes, block_scale, given(tensor_scale, codes), given(index, codes), out,
         nb, nl, shape[dim], codes.shape[-1], num_c, *tensor_strides, *strides,
         SCATTER=index is not None, HAS_TENSOR=tensor_scale is not None, HADAMARD=hadamard,
         **{name: constants[name] for name in ("NV", "M", "E", "TOP", "SIGNS", "BLOCK")},
@@ -272,8 +272,7 @@ def both(
         codes: return codes and scales along the last dim, then those along the first, as the contract lays them out.
         values: dtype of the values to return along the last, and along the first dim, both (R, K); ``None`` for none.
     """
-    x = x.detach().resolve_neg()
-    x = (x if x.dtype in DTYPES else x.to(torch.float32)).contiguous()
+    x, _ = prepare(x, 1, True)  # row-major
     num_r, num_k = x.shape
     constants = constants_of(spec)
     row = column = None
@@ -283,13 +282,13 @@ def both(
     if codes:
         packed = tuple(
             torch.empty(n, m, dtype=torch.uint8, device=x.device)
-            for n, m in ((num_r, num_k), (num_r, -(-num_k // 32)), (num_k, num_r), (num_k, -(-num_r // 32)))
+            for n, m in ((num_r, num_k), (num_r, ceil_div(num_k, 32)), (num_k, num_r), (num_k, ceil_div(num_r, 32)))
         )
     c = packed or (x,) * 4
     grid = (ceil_div(num_r, 32) * ceil_div(num_k, 128),)
     launch(
         matrix_kernel.both_kernel, grid, x,
-        x, c[0], c[1], _or(row, x), c[2], c[3], _or(column, x), seed, num_r, num_k,
+        x, c[0], c[1], given(row, x), c[2], c[3], given(column, x), seed, num_r, num_k,
         HAS_CODES=codes, HAS_VALUES=values is not None, ALIGNED=num_k % 4 == 0,
         EVEN=num_r % 32 == 0 and num_k % 128 == 0, R_TILE=32, K_TILE=128, num_warps=4,
         **{name: constants[name] for name in _MATRIX_CONSTANTS},
@@ -322,7 +321,3 @@ def codes_length(codes: Tensor, spec: QuantSpec) -> int:
 
 def _gathered(x: Tensor, index: Tensor) -> Tensor:
     return torch.where((index < 0).unsqueeze(1), 0, x[index.clamp(min=0).long()])
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    return other if tensor is None else tensor

@@ -7,7 +7,7 @@ nothing (`runtime.launch`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,12 +44,19 @@ def _read(text: str) -> QuantSpec:
     return QuantSpec(**fields)
 
 
+def _operator(function: Callable[..., Any]) -> Any:
+    """Make a custom operator whose fake kernel is the function itself."""
+    operator = torch.library.custom_op(f"lightning_nvfp4::{function.__name__}", function, mutates_args=())
+    operator.register_fake(function)
+    return operator
+
+
 def _filled(tensors: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
     """Return a list of as many tensors, empty ones for ``None``: operators return no ``None``."""
     return [like.new_empty(0) if t is None else t for t in tensors]
 
 
-@torch.library.custom_op("lightning_nvfp4::quantize", mutates_args=())
+@_operator
 def quantize(
     x: Tensor, spec: str, dim: int, seed: Tensor, amax: Tensor | None, codes: bool, values: torch.dtype | None
 ) -> list[Tensor]:
@@ -58,10 +65,7 @@ def quantize(
     return _filled(parts if amax is None else (*parts[:4], None), x)
 
 
-quantize.register_fake(quantize._init_fn)
-
-
-@torch.library.custom_op("lightning_nvfp4::decode", mutates_args=())
+@_operator
 def decode(
     codes: Tensor,
     block_scale: Tensor,
@@ -76,28 +80,19 @@ def decode(
     return launch.decode(codes, block_scale, tensor_scale, _read(spec), tuple(shape), dim, dtype, inverse)
 
 
-decode.register_fake(decode._init_fn)
-
-
-@torch.library.custom_op("lightning_nvfp4::transform", mutates_args=())
+@_operator
 def transform(x: Tensor, spec: str, dim: int) -> Tensor:
     """`launch.transform`."""
     return launch.transform(x, _read(spec), dim)
 
 
-transform.register_fake(transform._init_fn)
-
-
-@torch.library.custom_op("lightning_nvfp4::quantize_twice", mutates_args=())
+@_operator
 def quantize_twice(x: Tensor, spec: str, seed: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """`launch.both`, values only."""
     return _filled(launch.both(x, _read(spec), seed, False, dtype)[1:], x)
 
 
-quantize_twice.register_fake(quantize_twice._init_fn)
-
-
-@torch.library.custom_op("lightning_nvfp4::requantize", mutates_args=())
+@_operator
 def requantize(
     codes: Tensor,
     block_scale: Tensor,
@@ -111,10 +106,7 @@ def requantize(
     return launch.requantize(codes, block_scale, tensor_scale, tuple(shape), _read(spec), seed, dtype)
 
 
-requantize.register_fake(requantize._init_fn)
-
-
-@torch.library.custom_op("lightning_nvfp4::rows", mutates_args=())
+@_operator
 def rows(
     a_RK: Tensor,
     b: Tensor,
@@ -129,15 +121,9 @@ def rows(
     return gemm.rows(a_RK, b, offsets, transposed, row_scale, column_scale, bias_EN, dtype)
 
 
-rows.register_fake(rows._init_fn)
-
-
-@torch.library.custom_op("lightning_nvfp4::tokens", mutates_args=())
+@_operator
 def tokens(
     a_RN: Tensor, b_RK: Tensor, offsets: Tensor, row_scale: Tensor | None, column_scale: Tensor | None
 ) -> Tensor:
     """`gemm.tokens`."""
     return gemm.tokens(a_RN, b_RK, offsets, row_scale, column_scale)
-
-
-tokens.register_fake(tokens._init_fn)

@@ -13,10 +13,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-EXPONENT = tl.constexpr(0x7F800000)
-MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-SIGN = tl.constexpr(-0x80000000)
-FP32_MAX = tl.constexpr(3.4028234663852886e38)
+from lightning_nvfp4.formats.block import NVFP4_RANGE
+from lightning_nvfp4.formats.element import E2M1, S2F6
+from lightning_nvfp4.formats.rounding import (
+    FP32_EXPONENT,
+    FP32_MAGNITUDE,
+    FP32_MAX,
+    FP32_SIGN,
+    PHILOX_KEY_INCREMENTS,
+    PHILOX_MULTIPLIERS,
+    PHILOX_ROUNDS,
+)
+
+EXPONENT = tl.constexpr(FP32_EXPONENT)
+MAGNITUDE = tl.constexpr(FP32_MAGNITUDE)
+SIGN = tl.constexpr(FP32_SIGN)
+LARGEST = tl.constexpr(FP32_MAX)
+RANGE = tl.constexpr(NVFP4_RANGE)
+SIXTH = tl.constexpr(1.0 / E2M1.max)
+S2F6_STEPS = tl.constexpr(2.0**S2F6.mantissa_bits)
+S2F6_STEP = tl.constexpr(2.0**-S2F6.mantissa_bits)
+M0, M1 = (tl.constexpr(multiplier) for multiplier in PHILOX_MULTIPLIERS)
+K0, K1 = (tl.constexpr(increment) for increment in PHILOX_KEY_INCREMENTS)
+ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 
 
 @triton.jit
@@ -138,7 +157,7 @@ def e4m3_value(code):
 @triton.jit
 def encode_tensor_scale(amax):
     """Return the encode tensor scale of NVFP4; see `ops.reference.scales.encode_tensor_scale`."""
-    encode = tl.minimum(tl.div_rn(tl.full(amax.shape, 2688.0, tl.float32), amax), FP32_MAX)
+    encode = tl.minimum(tl.div_rn(tl.full(amax.shape, RANGE, tl.float32), amax), LARGEST)
     return tl.where((amax == 0.0) | (encode == 0.0), 1.0, encode)
 
 
@@ -151,7 +170,7 @@ def reciprocal(x):
 @triton.jit
 def sixth_of(encode):
     """Return what block amaxes are multiplied by, RN(encode / 6); 1/6 as a multiplier rounds up, as in TE."""
-    return encode * 0.16666666666666666
+    return encode * SIXTH
 
 
 @triton.jit
@@ -166,7 +185,7 @@ def nvfp4_scales(top, sixth, decode):
     bad = top >= EXPONENT
     amax = as_float(tl.where(bad, 0, top))
     value, code = round_float(amax * sixth, amax, 3, -6, 0x43E00000, 0)
-    factor = tl.minimum(reciprocal(value * decode), FP32_MAX)
+    factor = tl.minimum(reciprocal(value * decode), LARGEST)
     return tl.where(bad, 0x7F, code), as_float(tl.where(bad, 0x7FC00000, as_bits(value))), factor
 
 
@@ -223,12 +242,12 @@ def philox_words(seed, draw):
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     c0, c1 = draw.to(tl.uint32), (draw >> 32).to(tl.uint32)
     c2, c3 = c0 & 0, c0 & 0
-    for _ in tl.static_range(10):
-        p0 = c0.to(tl.uint64) * 0xD2511F53
-        p1 = c2.to(tl.uint64) * 0xCD9E8D57
+    for _ in tl.static_range(ROUNDS):
+        p0 = c0.to(tl.uint64) * M0
+        p1 = c2.to(tl.uint64) * M1
         c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
         c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
-        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+        k0, k1 = k0 + K0, k1 + K1
     return c0, c1, c2, c3
 
 

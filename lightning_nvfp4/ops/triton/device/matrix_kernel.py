@@ -68,16 +68,16 @@ def both_kernel(
     row_scale, row_value, row_factor = e8m0_scales(row_top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
     column_top = tl.max(tl.reshape(magnitude, (R_TILE // 32, 32, K_TILE)), axis=1)
     column_scale, column_value, column_factor = e8m0_scales(column_top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
-    row, row_code = round_float(x * _along_rows(row_factor, R_TILE, K_TILE), random, M, E, MAX, SR)
+    row, row_code = round_float(x * _along_rows(row_factor, R_TILE, K_TILE, 32), random, M, E, MAX, SR)
     column, column_code = round_float(x * _along_columns(column_factor, R_TILE, K_TILE), random, M, E, MAX, SR)
     if HAS_VALUES:
         at = base + r * num_k + k
-        row = with_sign(row, x) * _along_rows(row_value, R_TILE, K_TILE)
+        row = with_sign(row, x) * _along_rows(row_value, R_TILE, K_TILE, 32)
         column = with_sign(column, x) * _along_columns(column_value, R_TILE, K_TILE)
         tl.store(row_values_ptr + at, row.to(row_values_ptr.dtype.element_ty), mask=inside)
         tl.store(column_values_ptr + at, column.to(column_values_ptr.dtype.element_ty), mask=inside)
     if HAS_CODES:
-        code = (row_code | sign_code(x, 7)) & _along_rows(tl.where(row_top >= EXPONENT, 0, -1), R_TILE, K_TILE)
+        code = (row_code | sign_code(x, 7)) & _along_rows(tl.where(row_top >= EXPONENT, 0, -1), R_TILE, K_TILE, 32)
         tl.store(row_codes_ptr + base + r * num_k + k, code.to(tl.uint8), mask=inside)
         num_c = tl.cdiv(num_k, 32)
         c = tl.arange(0, K_TILE // 32)[None, :]
@@ -136,7 +136,7 @@ def requantize_kernel(
     block = k0 // 16 + tl.arange(0, K_TILE // 16)[None, :]
     inside = row_inside if EVEN else row_inside & (block < source_blocks)
     scale = e4m3_value(tl.load(source_scale_ptr + line * source_blocks + block, mask=inside, other=0).to(tl.int32))
-    scale = tl.reshape(tl.broadcast_to(tl.reshape(scale, (32, K_TILE // 16, 1)), (32, K_TILE // 16, 16)), (32, K_TILE))
+    scale = _along_rows(scale, 32, K_TILE, 16)
     tensor = tl.load(tensor_ptr + expert * tensor_stride_e + n * tensor_stride_n, mask=row_inside, other=0.0)
     x = (decode_float(code, 1, 0, 3) * scale) * tensor
     k = k0 + tl.arange(0, K_TILE)[None, :]
@@ -164,9 +164,9 @@ def _random(seed, base, num_k, ALIGNED: tl.constexpr, R_TILE: tl.constexpr, K_TI
 
 
 @triton.jit
-def _along_rows(per_block, R_TILE: tl.constexpr, K_TILE: tl.constexpr):
-    """Repeat a number for each 32 elements of a row."""
-    wide = tl.broadcast_to(tl.reshape(per_block, (R_TILE, K_TILE // 32, 1)), (R_TILE, K_TILE // 32, 32))
+def _along_rows(per_block, R_TILE: tl.constexpr, K_TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Repeat a number for each BLOCK elements of a row."""
+    wide = tl.broadcast_to(tl.reshape(per_block, (R_TILE, K_TILE // BLOCK, 1)), (R_TILE, K_TILE // BLOCK, BLOCK))
     return tl.reshape(wide, (R_TILE, K_TILE))
 
 

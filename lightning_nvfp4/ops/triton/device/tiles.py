@@ -11,6 +11,8 @@ import triton.language as tl
 from lightning_nvfp4.ops.triton.device.elements import (
     EXPONENT,
     MAGNITUDE,
+    S2F6_STEP,
+    S2F6_STEPS,
     as_bits,
     as_float,
     butterflies,
@@ -125,8 +127,8 @@ def round_tile(
     """
     scaled = x * factor[:, :, None]
     if M == -1:
-        code = round_fixed(scaled * 64.0, random, SR)
-        value = code.to(tl.float32) * 0.015625
+        code = round_fixed(scaled * S2F6_STEPS, random, SR)
+        value = code.to(tl.float32) * S2F6_STEP
     else:
         value, code = round_float(scaled, random, M, E, MAX, SR)
         value = with_sign(value, x)
@@ -154,7 +156,7 @@ def decode_tile(code, scale_code, NV: tl.constexpr, M: tl.constexpr, E: tl.const
     else:
         scale = e8m0_value(scale_code)
     if M == -1:
-        value = code.to(tl.float32) * 0.015625
+        value = code.to(tl.float32) * S2F6_STEP
     else:
         value = decode_float(code, M, E, TOP)
     return value * scale[:, :, None]
