@@ -15,8 +15,8 @@ from lightning_nvfp4.ops.triton.device.elements import (
     philox_words,
     random_at,
     round_float,
-    sign_code,
     with_sign,
+    with_sign_code,
 )
 
 
@@ -42,6 +42,7 @@ def both_kernel(
     RULE: tl.constexpr,
     ZERO: tl.constexpr,
     SR: tl.constexpr,
+    SATURATE: tl.constexpr,
     ALIGNED: tl.constexpr,
     EVEN: tl.constexpr,
     R_TILE: tl.constexpr,
@@ -68,8 +69,8 @@ def both_kernel(
     row_scale, row_value, row_factor = e8m0_scales(row_top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
     column_top = tl.max(tl.reshape(magnitude, (R_TILE // 32, 32, K_TILE)), axis=1)
     column_scale, column_value, column_factor = e8m0_scales(column_top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
-    row, row_code = round_float(x * _along_rows(row_factor, R_TILE, K_TILE, 32), random, M, E, MAX, SR)
-    column, column_code = round_float(x * _along_columns(column_factor, R_TILE, K_TILE), random, M, E, MAX, SR)
+    row, row_code = round_float(x * _along_rows(row_factor, R_TILE, K_TILE, 32), random, M, E, MAX, SR, SATURATE)
+    column, column_code = round_float(x * _along_columns(column_factor, R_TILE, K_TILE), random, M, E, MAX, SR, SATURATE)
     if HAS_VALUES:
         at = base + r * num_k + k
         row = with_sign(row, x) * _along_rows(row_value, R_TILE, K_TILE, 32)
@@ -77,14 +78,14 @@ def both_kernel(
         tl.store(row_values_ptr + at, row.to(row_values_ptr.dtype.element_ty), mask=inside)
         tl.store(column_values_ptr + at, column.to(column_values_ptr.dtype.element_ty), mask=inside)
     if HAS_CODES:
-        code = (row_code | sign_code(x, 7)) & _along_rows(tl.where(row_top >= EXPONENT, 0, -1), R_TILE, K_TILE, 32)
+        code = with_sign_code(row_code, x, 7) & _along_rows(tl.where(row_top >= EXPONENT, 0, -1), R_TILE, K_TILE, 32)
         tl.store(row_codes_ptr + base + r * num_k + k, code.to(tl.uint8), mask=inside)
         num_c = tl.cdiv(num_k, 32)
         c = tl.arange(0, K_TILE // 32)[None, :]
         at = row_scale_ptr + (r0 + r).to(tl.int64) * num_c + k0 // 32 + c
         tl.store(at, row_scale.to(tl.uint8), mask=(r0 + r < num_r) & (k0 // 32 + c < num_c))
         finite = _along_columns(tl.where(column_top >= EXPONENT, 0, -1), R_TILE, K_TILE)
-        code = (column_code | sign_code(x, 7)) & finite
+        code = with_sign_code(column_code, x, 7) & finite
         r_last = tl.arange(0, R_TILE)[None, :]
         k_first = tl.arange(0, K_TILE)[:, None]
         at = column_codes_ptr + (k0 + k_first).to(tl.int64) * num_r + r0 + r_last
@@ -116,6 +117,7 @@ def requantize_kernel(
     RULE: tl.constexpr,
     ZERO: tl.constexpr,
     SR: tl.constexpr,
+    SATURATE: tl.constexpr,
     ALIGNED: tl.constexpr,
     EVEN: tl.constexpr,
     K_TILE: tl.constexpr,
@@ -147,7 +149,7 @@ def requantize_kernel(
         random = _random(tl.load(seed_ptr), base, num_k, ALIGNED, 32, K_TILE)
     top = tl.max(as_bits(x) & MAGNITUDE, axis=0, keep_dims=True)
     _, value, factor = e8m0_scales(top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
-    rounded, _ = round_float(x * factor, random, M, E, MAX, SR)
+    rounded, _ = round_float(x * factor, random, M, E, MAX, SR, SATURATE)
     out = with_sign(rounded, x) * value
     tl.store(values_ptr + line * num_k + k, out.to(values_ptr.dtype.element_ty), mask=inside)
 
