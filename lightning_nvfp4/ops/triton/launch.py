@@ -116,7 +116,8 @@ def quantize(
     code_dtype = torch.int8 if constants["M"] == -1 else torch.uint8
     out_codes = torch.empty(*lead, stored, dtype=code_dtype, device=x.device) if codes else None
     out_scale = torch.empty(*lead, num_c, dtype=torch.uint8, device=x.device) if codes else None
-    words = out_codes is not None and stored % 4 == 0
+    words = stored % 4 == 0
+    stored_codes = out_codes.view(torch.int32) if out_codes is not None and words else given(out_codes, x)
     out_values, vs = None, (0, 0, 0, 0)
     if values is not None:
         out_shape = (*shape[:dim], length, *shape[dim + 1 :])
@@ -131,7 +132,7 @@ def quantize(
     grid, rows = grid_of(na * nb, nl, num_c, rows, c)
     arguments = (
         x, index_or_x, given(amax_, x), given(sixth, x), given(tensor_scale, x),
-        out_codes.view(torch.int32) if words else given(out_codes, x), given(out_scale, x), given(out_values, x), seed,
+        stored_codes, given(out_scale, x), given(out_values, x), seed,
         nb, nl, nk, length, stored, num_c, x.numel(), *v.strides, *strides, *vs,
     )  # fmt: skip
     even = nl % rows == 0 and nk % (c * block) == 0
@@ -180,9 +181,9 @@ def requantize(
     out = torch.empty(*experts, n, k, dtype=values, device=codes.device)
     scale = tensor_scale.expand(*experts, n, 1).reshape(-1, n)
     launch(
-        matrix_kernel.requantize_kernel, (ceil_div(k, 256), ceil_div(n, 32), math.prod(experts)), codes,
+        matrix_kernel.requantize_kernel, (ceil_div(k, 512), ceil_div(n, 32), math.prod(experts)), codes,
         codes, block_scale, scale, out, seed, n, k, codes.shape[-1], block_scale.shape[-1], *scale.stride(),
-        ALIGNED=k % 4 == 0, EVEN=n % 32 == 0 and k % 256 == 0, K_TILE=256, num_warps=4,
+        ALIGNED=k % 4 == 0, EVEN=n % 32 == 0 and k % 512 == 0, K_TILE=512, num_warps=4,
         **{name: constants[name] for name in _MATRIX_CONSTANTS},
     )  # fmt: skip
     return out

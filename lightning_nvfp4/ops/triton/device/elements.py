@@ -120,13 +120,14 @@ def with_sign_code(code, x, TOP: tl.constexpr):
 
 
 @triton.jit
-def decode_float(code, M: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr):
-    """Return the float32 values of int32 codes (NaN codes give a finite value).
+def decode_float(word, M: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr):
+    """Return the float32 values of codes in the highest bits of int32 (NaN codes give a finite value).
 
-    Shifted to the top of a float32, an exponent field is off by a constant, which one exact product makes good.
+    Moved down to the place of a float32's lowest exponent bits, the exponent is off by a constant, which one exact
+    product makes good; an arithmetic shift leaves the sign where it is.
     """
-    magnitude = as_float((code & ((1 << TOP) - 1)) << (23 - M)) * as_float(tl.full((), (253 + E) << 23, tl.int32))
-    return as_float(as_bits(magnitude) | ((code >> TOP) << 31))
+    mask: tl.constexpr = -0x80000000 | (((1 << TOP) - 1) << (23 - M))
+    return as_float((word >> (8 + M - TOP)) & mask) * as_float(tl.full((), (253 + E) << 23, tl.int32))
 
 
 @triton.jit
@@ -144,7 +145,7 @@ def e8m0_value(code):
 @triton.jit
 def e4m3_value(code):
     """Return the float32 value of int32 E4M3 codes without sign; 0x7F gives NaN."""
-    return as_float(tl.where(code == 0x7F, 0x7FC00000, as_bits(decode_float(code, 3, -6, 7))))
+    return as_float(tl.where(code == 0x7F, 0x7FC00000, as_bits(decode_float(code << 24, 3, -6, 7))))
 
 
 @triton.jit

@@ -277,10 +277,10 @@ def decode_kernel(
         i = tl.arange(0, C * BLOCK // 2)[None, :]
         at = codes_ptr + (line + row) * stored + k0 // 2 + i
         byte = tl.load(at, mask=(l0 + row < num_l) & (k0 // 2 + i < stored), other=0).to(tl.int32)
-        code = tl.reshape(tl.join(byte & 0xF, byte >> 4), (L_TILE, C, BLOCK))
+        code = tl.reshape(tl.join(byte << 28, byte << 24), (L_TILE, C, BLOCK))
     else:
         at = codes_ptr + (line + l) * stored + k0 + k
-        code = tl.load(at, mask=(l0 + l < num_l) & (k0 + k < stored), other=0).to(tl.int32)
+        code = tl.load(at, mask=(l0 + l < num_l) & (k0 + k < stored), other=0).to(tl.int32) << 24
     here = (l0 + row < num_l) & (k0 // BLOCK + c < num_c)
     scale_code = tl.load(scale_ptr + (line + row) * num_c + k0 // BLOCK + c, mask=here, other=0).to(tl.int32)
     value = decode_tile(code, scale_code, NV, M, E, TOP)

@@ -208,7 +208,7 @@ def decode_tile(code, scale_code, NV: tl.constexpr, M: tl.constexpr, E: tl.const
     """Return float32 (L, C, B) codes times block scales; NaN in blocks that are not finite.
 
     Args:
-        code: int32 (L, C, B); sign-extended for S2F6 (M = -1).
+        code: int32 (L, C, B), the codes in the highest bits.
         scale_code: int32 (L, C).
     """
     if NV:
@@ -216,7 +216,7 @@ def decode_tile(code, scale_code, NV: tl.constexpr, M: tl.constexpr, E: tl.const
     else:
         scale = e8m0_value(scale_code)
     if M == -1:
-        value = code.to(tl.float32) * S2F6_STEP
+        value = (code >> 24).to(tl.float32) * S2F6_STEP
     else:
         value = decode_float(code, M, E, TOP)
     return value * scale[:, :, None]
