@@ -18,9 +18,7 @@ from lightning_nvfp4.recipe import QuantSpec
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIGN_PERIOD = 16
 _MAX_GRID = 65535
-_WIDTH = 2048
-"""Elements of a tile in a row, where the quantized dim is contiguous."""
-_TILE = 8192
+_TILE = 4096
 """Elements of a tile."""
 
 
@@ -100,11 +98,30 @@ def tile_of(spec: QuantSpec, v: View, codes: bool) -> tuple[int, int]:
     rows, length = block_of(spec)
     blocks = num_blocks(v.sizes[3], spec)
     least = max(1, (spec.hadamard or 1) // length)
-    if v.strides[3] == 1:
-        c = max(least, min(power_of_two(blocks), _WIDTH // length))
-    else:
-        c = max(least, min(power_of_two(blocks), max(1, (64 if codes else 32) // length)))
+    width = _TILE // rows if v.strides[3] == 1 else 64 if codes else 32
+    c = max(least, min(power_of_two(blocks), width // length))
     return max(rows, min(power_of_two(v.sizes[2]), _TILE // (c * length))), c
+
+
+def whole_blocks(spec: QuantSpec, v: View) -> bool:
+    """Return whether a thread can hold whole blocks, of two or four vectors of memory; see `tiles.load_blocks`."""
+    return v.strides[3] == 1 and block_of(spec)[1] in (16, 32)
+
+
+def down_columns(spec: QuantSpec, v: View) -> bool:
+    """Return whether `columns_kernel` covers a tensor: whole blocks down the columns of row-major matrices."""
+    (na, nb, nl, nk), (sa, sb, sl, sk) = v
+    rows, length = block_of(spec)
+    return (
+        (sl, sk) == (1, nl)
+        and (nb == 1 and sa in (0, nk * nl) or na == 1 and sb == nk * nl)
+        and nk % length == 0
+        and rows == 1
+        and length <= 32
+        and spec.hadamard in (0, length)
+        and spec.format != "s2f6"
+        and (spec.rounding != STOCHASTIC or nl % 4 == 0)
+    )
 
 
 def grid_of(batches: int, num_l: int, num_c: int, rows: int, c: int) -> tuple[tuple[int, int], int]:
@@ -116,7 +133,7 @@ def grid_of(batches: int, num_l: int, num_c: int, rows: int, c: int) -> tuple[tu
 
 def warps_of(elements: int) -> int:
     """Return how many warps share a tile."""
-    return 4 if elements <= 8192 else 8 if elements <= 16384 else 16
+    return 4 if elements <= 4096 else 8 if elements <= 16384 else 16
 
 
 def prepare(x: Tensor, dim: int, stochastic: bool) -> tuple[Tensor, View]:

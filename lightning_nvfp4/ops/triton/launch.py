@@ -10,11 +10,12 @@ from torch import Tensor
 from lightning_nvfp4.formats.block import BLOCK_FORMATS
 from lightning_nvfp4.formats.rounding import STOCHASTIC
 from lightning_nvfp4.ops.layout import ceil_div, num_blocks, per_expert, stored_length
-from lightning_nvfp4.ops.triton.device import matrix_kernel
+from lightning_nvfp4.ops.triton.device import column_kernel, matrix_kernel
 from lightning_nvfp4.ops.triton.device import quantize_kernel as kernels
 from lightning_nvfp4.ops.triton.geometry import (
     View,
     constants_of,
+    down_columns,
     given,
     grid_of,
     power_of_two,
@@ -22,12 +23,14 @@ from lightning_nvfp4.ops.triton.geometry import (
     tile_of,
     view,
     warps_of,
+    whole_blocks,
 )
 from lightning_nvfp4.ops.triton.runtime import launch
 from lightning_nvfp4.recipe import QuantSpec
 
 _MAX_ROW = 16384
 """Longest row whose amax and codes one program finds, elements in registers."""
+_COLUMN_CONSTANTS = tuple(name for name in constants_of(QuantSpec()) if name in column_kernel.columns_kernel.arg_names)
 _MATRIX_CONSTANTS = ("M", "E", "MAX", "RECIPROCAL", "MAX_EXPONENT", "RULE", "ZERO", "SR", "SATURATE")
 
 
@@ -123,12 +126,23 @@ def quantize(
         out_shape = (*shape[:dim], length, *shape[dim + 1 :])
         out_values = torch.empty(out_shape, dtype=values, device=x.device)
         vs = view(out_shape, dim).strides
+    if index is None and down_columns(spec, v):
+        tile = 512
+        launch(
+            column_kernel.columns_kernel, (num_c, ceil_div(nl, tile), na * nb), x,
+            x, given(sixth, x), given(tensor_scale, x), stored_codes, given(out_scale, x), given(out_values, x), seed,
+            nl, num_c, max(strides[:2]), *strides[2:],
+            HAS_CODES=codes, HAS_VALUES=values is not None, EVEN=nl % tile == 0,
+            **{name: constants[name] for name in _COLUMN_CONSTANTS}, L_TILE=tile, num_warps=4,
+        )  # fmt: skip
+        return out_codes, out_scale, out_values, tensor_scale, amax_
     draw_axis = -1
     if stochastic and length == nk and index is None:
         if v.strides[3] == 1 and nk % 4 == 0:
             draw_axis = 2
         elif v.strides[2] == 1 and nl % 4 == 0 and rows % 4 == 0:
             draw_axis = 0
+    whole = values is None and index is None and whole_blocks(spec, v)
     grid, rows = grid_of(na * nb, nl, num_c, rows, c)
     arguments = (
         x, index_or_x, given(amax_, x), given(sixth, x), given(tensor_scale, x),
@@ -140,7 +154,7 @@ def quantize(
         "GATHER": index is not None,
         "BATCHED": na * nb > 1,
         "EVEN": even,
-        "WHOLE": even and block in (16, 32) and v.strides[3] == 1 and index is None,
+        "WHOLE": even and whole,
         "ROW_AMAX": row_amax,
         "PER_BLOCK": per_block,
         "HAS_CODES": codes,
@@ -181,9 +195,9 @@ def requantize(
     out = torch.empty(*experts, n, k, dtype=values, device=codes.device)
     scale = tensor_scale.expand(*experts, n, 1).reshape(-1, n)
     launch(
-        matrix_kernel.requantize_kernel, (ceil_div(k, 512), ceil_div(n, 32), math.prod(experts)), codes,
+        matrix_kernel.requantize_kernel, (ceil_div(k, 256), ceil_div(n, 32), math.prod(experts)), codes,
         codes, block_scale, scale, out, seed, n, k, codes.shape[-1], block_scale.shape[-1], *scale.stride(),
-        ALIGNED=k % 4 == 0, EVEN=n % 32 == 0 and k % 512 == 0, K_TILE=512, num_warps=4,
+        ALIGNED=k % 4 == 0, EVEN=n % 32 == 0 and k % 256 == 0, K_TILE=256, num_warps=4,
         **{name: constants[name] for name in _MATRIX_CONSTANTS},
     )  # fmt: skip
     return out
@@ -290,12 +304,12 @@ def both(
             for n, m in ((num_r, num_k), (num_r, ceil_div(num_k, 32)), (num_k, num_r), (num_k, ceil_div(num_r, 32)))
         )
     c = packed or (x,) * 4
-    grid = (ceil_div(num_r, 32) * ceil_div(num_k, 128),)
+    grid = (ceil_div(num_r, 32) * ceil_div(num_k, 64),)
     launch(
         matrix_kernel.both_kernel, grid, x,
         x, c[0], c[1], given(row, x), c[2], c[3], given(column, x), seed, num_r, num_k,
         HAS_CODES=codes, HAS_VALUES=values is not None, ALIGNED=num_k % 4 == 0,
-        EVEN=num_r % 32 == 0 and num_k % 128 == 0, R_TILE=32, K_TILE=128, num_warps=4,
+        EVEN=num_r % 32 == 0 and num_k % 64 == 0, R_TILE=32, K_TILE=64, num_warps=2,
         **{name: constants[name] for name in _MATRIX_CONSTANTS},
     )  # fmt: skip
     return packed, row, column

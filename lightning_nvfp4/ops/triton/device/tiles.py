@@ -40,7 +40,7 @@ def transform(x, SIGNS: tl.constexpr, N: tl.constexpr, L: tl.constexpr, C: tl.co
     after: tl.constexpr = 0.7071067811865476 if N == 32 or N == 128 else 1.0
     x = x * tl.where(_negated(SIGNS, B), -half, half)
     x = butterflies(tl.reshape(x, (L, C * B // N, N)), L, C * B // N, N)
-    return tl.reshape(_to_bf16(x * after), (L, C, B))
+    return tl.reshape(to_bf16(x * after), (L, C, B))
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _negated(SIGNS: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def _to_bf16(x):
+def to_bf16(x):
     """Round float32 to BF16 values, ties to even; the interpreter's own conversion truncates."""
     if not INTERPRETED:
         return x.to(tl.bfloat16).to(tl.float32)
@@ -131,6 +131,13 @@ def random_tile(seed, base, sl, sk, AXIS: tl.constexpr, L: tl.constexpr, C: tl.c
     if AXIS == 0:
         words = tl.permute(words, (0, 3, 4, 1, 2))
     return tl.reshape(words, (L, C, B))
+
+
+@triton.jit
+def random_row(seed, base, N: tl.constexpr):
+    """Return uint32 random bits (N,) of elements from row-major index `base` on, a multiple of four."""
+    w0, w1, w2, w3 = philox_words(seed, (base + 4 * tl.arange(0, N // 4)) >> 2)
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (N,))
 
 
 @triton.jit

@@ -1,0 +1,139 @@
+"""Quantization down the columns of row-major matrices, where a thread holds whole blocks and nothing crosses threads.
+
+A block is a tuple of rows, one tensor of neighbouring columns for each.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_nvfp4.ops.triton.device.elements import (
+    EXPONENT,
+    MAGNITUDE,
+    SIGN,
+    as_bits,
+    round_float,
+    with_sign,
+)
+from lightning_nvfp4.ops.triton.device.tiles import random_row, scales_of, to_bf16
+
+
+@triton.jit
+def columns_kernel(
+    x_ptr,
+    sixth_ptr,
+    tensor_ptr,
+    codes_ptr,
+    scale_ptr,
+    values_ptr,
+    seed_ptr,
+    num_l,
+    num_c,
+    msb,
+    msl,
+    msc,
+    HAS_CODES: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
+    EVEN: tl.constexpr,
+    NV: tl.constexpr,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    MAX: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
+    TOP: tl.constexpr,
+    RULE: tl.constexpr,
+    ZERO: tl.constexpr,
+    SR: tl.constexpr,
+    SATURATE: tl.constexpr,
+    SIGNS: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    L_TILE: tl.constexpr,
+):
+    """Quantize one block of each of L_TILE columns of x (B, K, L); see `launch.columns`. Grid: (C, tiles of L, B)."""
+    c, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    k0 = c * BLOCK
+    l = tl.program_id(1) * L_TILE + tl.arange(0, L_TILE)
+    always = tl.full((1,), 1, tl.int1)  # whole tiles need no masks
+    inside = always if EVEN else l < num_l
+    base = (b * num_c * BLOCK + k0) * num_l
+    x_at = x_ptr + base + l
+    rows = ()
+    for i in tl.static_range(BLOCK):
+        rows = rows + (tl.load(x_at + i * num_l, mask=inside, other=0.0).to(tl.float32),)
+    if HADAMARD:
+        rows = _transform(rows, SIGNS)
+    top = as_bits(rows[0]) & MAGNITUDE
+    for i in tl.static_range(1, BLOCK):
+        top = tl.maximum(top, as_bits(rows[i]) & MAGNITUDE)
+    sixth = 0.0
+    decode = 0.0
+    if NV:
+        at = b * msb + l * msl + c * msc
+        sixth = tl.load(sixth_ptr + at, mask=inside, other=0.0)
+        decode = tl.load(tensor_ptr + at, mask=inside, other=0.0)
+    scale_code, scale, factor = scales_of(top, sixth, decode, NV, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
+    seed = tl.load(seed_ptr)
+    values_at = values_ptr + base + l
+    words = ()
+    per_word: tl.constexpr = 32 // (TOP + 1)
+    size: tl.constexpr = BLOCK // per_word
+    for i in tl.static_range(BLOCK):
+        x = rows[i]
+        random = as_bits(x)
+        if SR > 0:
+            random = random_row(seed, base + i * num_l + tl.program_id(1) * L_TILE, L_TILE)
+        value, code = round_float(x * factor, random, M, E, MAX, SR, SATURATE)
+        if HAS_VALUES:
+            value = (with_sign(value, x) * scale).to(values_ptr.dtype.element_ty)
+            tl.store(values_at + i * num_l, value, mask=inside)
+        if HAS_CODES:
+            code = (code << (31 - TOP)) | (as_bits(x) & SIGN)
+            if i % per_word == 0:
+                word = code
+            else:
+                word = code | _shifted(word, TOP + 1)
+            if i % per_word == per_word - 1:
+                words = words + (word & tl.where(top >= EXPONENT, 0, -1),)
+    if HAS_CODES:
+        line = b * num_l + l
+        tl.store(scale_ptr + line * num_c + c, scale_code.to(tl.uint8), mask=inside)
+        at = codes_ptr + line * (num_c * size) + c * size
+        if size == 2:
+            joined = tl.join(words[0], words[1])
+        else:
+            low = tl.join(tl.join(words[0], words[4]), tl.join(words[2], words[6]))
+            high = tl.join(tl.join(words[1], words[5]), tl.join(words[3], words[7]))
+            joined = tl.reshape(tl.join(low, high), (L_TILE, size))
+        tl.store(at[:, None] + tl.arange(0, size)[None, :], joined, mask=inside[:, None])
+
+
+@triton.jit
+def _shifted(word, BITS: tl.constexpr):
+    return (word.to(tl.uint32, bitcast=True) >> BITS).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _transform(rows, SIGNS: tl.constexpr):
+    """Apply the random Hadamard transform of length 16 across a tuple of rows, as `tiles.transform`."""
+    mixed = ()
+    for i in tl.static_range(16):
+        mixed = mixed + (rows[i] * (-0.25 if (SIGNS >> i) & 1 else 0.25),)
+    mixed = _butterflies(_butterflies(_butterflies(_butterflies(mixed, 1), 2), 4), 8)
+    rounded = ()
+    for i in tl.static_range(16):
+        rounded = rounded + (to_bf16(mixed[i]),)
+    return rounded
+
+
+@triton.jit
+def _butterflies(rows, HALF: tl.constexpr):
+    mixed = ()
+    for i in tl.static_range(16):
+        if i & HALF:
+            mixed = mixed + (rows[i - HALF] - rows[i],)
+        else:
+            mixed = mixed + (rows[i] + rows[i + HALF],)
+    return mixed
