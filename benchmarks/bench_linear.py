@@ -52,9 +52,19 @@ def peers(w: torch.Tensor, inputs: int, outputs: int) -> dict[str, Callable[[tor
     """Return linears of other packages that are installed."""
     found: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     if importlib.util.find_spec("torchao"):
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode  # pyright: ignore
         from torchao.prototype.mx_formats.mx_linear import _to_mxfp8_then_scaled_mm  # pyright: ignore
+        from torchao.quantization.quantize_.common import KernelPreference  # pyright: ignore
 
-        found["torchao MXFP8, emulated"] = lambda x: _to_mxfp8_then_scaled_mm(x, w)
+        how = KernelPreference.EMULATED, ScaleCalculationMode.RCEIL
+        found["torchao MXFP8, emulated"] = lambda x: _to_mxfp8_then_scaled_mm(x, w, *how)
+    if importlib.util.find_spec("mx"):
+        from mx import Linear, finalize_mx_specs  # pyright: ignore
+
+        formats = {"w_elem_format": "fp8_e4m3", "a_elem_format": "fp8_e4m3", "block_size": 32, "scale_bits": 8}
+        specs = finalize_mx_specs({**formats, "bfloat": 16, "custom_cuda": False})
+        emulated = Linear(inputs, outputs, bias=False, mx_specs=specs).to("cuda", torch.bfloat16)
+        found["microxcaling MXFP8, emulated"] = emulated
     if importlib.util.find_spec("transformer_engine"):
         import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
         from transformer_engine.common.recipe import Float8BlockScaling  # pyright: ignore[reportMissingImports]
