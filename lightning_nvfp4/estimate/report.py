@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -42,14 +42,12 @@ class Arm:
 
     Attributes:
         label: the precision, with its codec where it has one.
-        baseline: whether it is the 8-bit arm that the others are compared with.
         tokens: tokens/s of each GPU in pretraining.
     """
 
     hardware: str
     stack: str
     label: str
-    baseline: bool
     pretraining: Times
     rl: RlStep
     tokens: float
@@ -76,25 +74,28 @@ def estimate(
 
     Args:
         model: a causal language model, best on the meta device.
-        recipe: the precision to judge; BF16 and the 8-bit baseline keep its rules and kept blocks.
+        recipe: the precision to judge; BF16 and the 8-bit baseline keep the layers and blocks that its rules keep.
         hardware: GPU types. The baseline is ``mxfp8``, or ``fp8`` where MXFP8 is not native.
         workload: what is run.
         codec: wire format of a second arm of `recipe`; ``none`` leaves that arm out.
     """
-    kept = {"keep_first_blocks": recipe.keep_first_blocks, "keep_last_blocks": recipe.keep_last_blocks}
-
-    def architecture(one: Recipe) -> Any:
-        return read_architecture(model, select(model, one))
-
-    counts = {name: architecture(load_recipe(name, kept)) for name in ("bf16-gemm", "mxfp8", "fp8")}
-    own = architecture(recipe)
+    own = read_architecture(model, select(model, recipe))
+    counts = {}
+    for name in ("bf16-gemm", "mxfp8", "fp8"):
+        other = replace(
+            load_recipe(name),
+            rules=tuple(rule for rule in recipe.rules if rule.use == "keep"),
+            keep_first_blocks=recipe.keep_first_blocks,
+            keep_last_blocks=recipe.keep_last_blocks,
+        )
+        counts[name] = read_architecture(model, select(model, other))
     groups = []
     for gpu in hardware:
         eight = "mxfp8" if gpu.native("mxfp8") else "fp8"
         for stack in (TE_TODAY, FUSED):
             bf16 = StepModel(counts["bf16-gemm"], gpu, stack)
             base = StepModel(counts[eight], gpu, stack)
-            base_arm = _arm(base, workload, eight, baseline=True)
+            base_arm = _arm(base, workload, eight)
             others = []
             for wire in dict.fromkeys(("none", codec)):
                 step_model = StepModel(own, gpu, stack, wire)
@@ -105,12 +106,12 @@ def estimate(
     return groups
 
 
-def _arm(model: StepModel, workload: Workload, label: str, baseline: bool = False) -> Arm:
+def _arm(model: StepModel, workload: Workload, label: str) -> Arm:
     training = workload.pretraining
     times = model.step(training)
     tokens = training.tokens * training.micro_batches * training.replicas / training.gpus / times.total
     rl = rl_step(model, workload.rl_training, workload.rollout)
-    return Arm(model.hardware.name, model.stack.name, label, baseline, times, rl, tokens)
+    return Arm(model.hardware.name, model.stack.name, label, times, rl, tokens)
 
 
 def tables(groups: Sequence[Group]) -> list[Table]:
@@ -210,18 +211,21 @@ def published_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
-    """Return how far the model is from the published gains, for pretraining and for reinforcement learning."""
-    parts = []
-    for name, rl in (("pretraining", False), ("reinforcement learning", True)):
-        off = [
-            one.gain - one.case.published.gain
-            for one in outcomes
-            if (one.case.rollout is not None) == rl and not math.isnan(one.case.published.gain)
-        ]
-        if off:
-            mean, above = 100 * sum(map(abs, off)) / len(off), sum(value > 0 for value in off)
-            parts.append(f"{name}: {mean:.1f} points off on average, above the published gain in {above} of {len(off)}")
-    return f"No efficiency was fitted to the published figures. {'; '.join(parts).capitalize()}."
+    """Return how far the model is from the published gains, by what was compared."""
+    groups: dict[str, list[float]] = {}
+    for one in outcomes:
+        if math.isnan(one.case.published.gain):
+            continue
+        if one.case.rollout is not None:
+            name = "reinforcement learning"
+        else:
+            name = f"pretraining over {'BF16' if one.case.baseline == 'bf16' else 'MXFP8'}"
+        groups.setdefault(name, []).append(one.gain - one.case.published.gain)
+    parts = [
+        f"{name}, {100 * sum(map(abs, off)) / len(off):.1f} (above in {sum(value > 0 for value in off)} of {len(off)})"
+        for name, off in groups.items()
+    ]
+    return f"No rate was fitted to published gains. Mean distance in points: {'; '.join(parts)}."
 
 
 def records(groups: Sequence[Group]) -> list[dict[str, Any]]:

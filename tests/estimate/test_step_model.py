@@ -194,3 +194,15 @@ def test_a_pipeline_waits_for_its_ends() -> None:
     four = model.step(training(gpus=4, micro_batches=8, sharded=False, pipeline_parallel=4))
     layers = (one.total - one.seconds["optimizer"]) / 4
     assert four.seconds["parallel"] == pytest.approx(layers * 3 / 8, rel=0.02)
+
+
+def test_quantize_passes_by_hand_and_stochastic_ones_at_their_own_rate() -> None:
+    gpu = hardware(quantize_stochastic=0.25)
+    stochastic = {name: {"rounding": "stochastic"} for name in ("dgrad_grad_output", "wgrad_grad_output")}
+    recipe = load_recipe("mxfp8", {**ALL_BLOCKS, "gemms": {role: stochastic for role in ("experts", "linear")}})
+    nearest, slow = (step_model(one, gpu).micro_batch(training()).seconds["quantize"] for one in ("mxfp8", recipe))
+    moved = (2 + 2 * 8.25 / 8) * 4096 / 1e12
+    gradients = 2 * (64 + 2 * 32 + 64 + 2 * (96 + 64))  # outputs of Q, K, V, O and of the two experts of a token
+    inputs = 2 * (64 + 64 + 2 * (64 + 48))  # Q, K and V read one tensor
+    assert nearest == pytest.approx((inputs + gradients) * moved)
+    assert slow == pytest.approx((inputs + 4 * gradients) * moved)
