@@ -21,13 +21,13 @@ from lightning_nvfp4.commands.plan import find_model, find_recipe, meta_model
 from lightning_nvfp4.commands.yaml_files import read_mapping
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.estimate.hardware import Hardware, load_hardware
+from lightning_nvfp4.estimate.step_model import CODECS
 from lightning_nvfp4.recipe import PRESETS
 
 _HARDWARE = "recipes/hardware"
 _GPUS = ("gb300", "gb200", "b200", "h200")
 _WORKLOAD = "recipes/estimate/workload.yaml"
 _PUBLISHED = "recipes/estimate/published.yaml"
-_CODECS = ("none", "mxfp8", "nvfp4", "s2f6")
 _OUT = (".csv", ".json", ".md")
 _FILE_WIDTH = 200
 
@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> int:
         "--hardware", action="append", help=f"{', '.join(_GPUS)} or a YAML file; may be repeated (default: all four)"
     )
     parser.add_argument("--workload", default=_WORKLOAD, help=f"what is run (default: {_WORKLOAD})")
-    parser.add_argument("--codec", default="s2f6", choices=_CODECS, help="wire of a second arm (default: s2f6)")
+    parser.add_argument("--codec", default="s2f6", choices=CODECS, help="wire of a second arm (default: s2f6)")
     parser.add_argument("--validate", action="store_true", help="set published gains beside the model's and stop")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--out", help="also write to this file: .csv (every part), .json or .md (the tables)")

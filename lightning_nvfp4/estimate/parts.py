@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PARTS = {
@@ -47,11 +47,3 @@ class Times:
         """Return each part's share of the total."""
         whole = self.total or 1.0
         return {part: seconds / whole for part, seconds in self.seconds.items()}
-
-
-def added(times: Iterable[Times]) -> Times:
-    """Return the sum of several."""
-    whole = Times()
-    for one in times:
-        whole = whole + one
-    return whole
