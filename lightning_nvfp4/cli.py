@@ -21,6 +21,10 @@ _OWN = {
     "eval": ("lightning_nvfp4.commands.eval", "score a checkpoint on downstream tasks"),
     "compare": ("lightning_nvfp4.commands.compare", "compare evaluations, paired by document"),
     "plan": ("lightning_nvfp4.commands.plan", "show which layers a precision converts, without building weights"),
+    "estimate": (
+        "lightning_nvfp4.commands.estimate",
+        "model, on paper, what a precision gains on a GPU, part by part",
+    ),
     "doctor": (
         "lightning_nvfp4.commands.doctor",
         "versions, devices and the backend of each precision on this machine",

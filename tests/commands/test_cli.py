@@ -17,7 +17,7 @@ from lightning_nvfp4.recipe import PRESETS
 def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     said = capsys.readouterr().out
-    for name in ("fit", "validate", "test", "predict", "pipeline", "eval", "compare", "plan", "doctor"):
+    for name in ("fit", "validate", "test", "predict", "pipeline", "eval", "compare", "plan", "estimate", "doctor"):
         assert f"\n  {name} " in said
     assert cli.main([]) == 2
 
