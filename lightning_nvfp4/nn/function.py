@@ -7,6 +7,7 @@ A plain linear is the case E = 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from lightning_nvfp4.ops import (
     rows_matmul,
     tokens_matmul,
 )
+from lightning_nvfp4.ops.te import layers as te_layers
+from lightning_nvfp4.ops.te import plan as te_plan
 from lightning_nvfp4.recipe import GemmRecipe, QuantSpec
 
 Seeds = dict[str, int | Tensor]
@@ -54,6 +57,10 @@ def grouped_linear(
         (R, N) of `out_dtype`. Gradients: of x in x's dtype, of w and bias in theirs, accumulated in FP32.
     """
     groups = Groups.of(counts)
+    if numerics.backend == "te":
+        if len(x_RK) and numerics.effective().formats():
+            return _native(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype)
+        numerics = replace(numerics, backend="auto")  # nothing to multiply, or BF16 for now
     if torch.is_grad_enabled() and (x_RK.requires_grad or w_ENK.requires_grad):
         return _GroupedLinear.apply(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype)
     with torch.autocast(x_RK.device.type, enabled=False):
@@ -62,10 +69,25 @@ def grouped_linear(
         return _fprop(x, _inference_weight(w_ENK, gemm, numerics), bias_EN, groups, numerics, out_dtype)
 
 
-def tokens_alignment(gemm: GemmRecipe) -> int:
+def _native(
+    x_RK: Tensor,
+    w_ENK: Tensor,
+    bias_EN: Tensor | None,
+    groups: Groups,
+    numerics: LayerNumerics,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    gemm = numerics.effective()
+    layer = numerics.context.native.of(numerics.index, gemm, tuple(w_ENK.shape), bias_EN is not None)
+    seed = _seed(numerics, gemm, "dgrad_grad_output")
+    return te_layers.grouped_linear(x_RK, w_ENK, bias_EN, groups, layer, seed, out_dtype)
+
+
+def tokens_alignment(gemm: GemmRecipe, backend: str = "auto") -> int:
     """Return the multiple to which an expert's rows are padded, so that no block along tokens spans two experts."""
     specs = (gemm.wgrad_grad_output, gemm.wgrad_input)
-    return max([max(spec.block[1], spec.hadamard or 0) for spec in specs if spec and spec.block], default=1)
+    least = te_plan.ROWS if backend == "te" else 1
+    return max([least, *(max(spec.block[1], spec.hadamard or 0) for spec in specs if spec and spec.block)])
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -47,7 +47,7 @@ class BlockScaledMixin:
         """
         super().__init__("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[call-arg]
         self.recipe = load_recipe(preset, overrides)
-        capability.require(backend)
+        capability.choose(backend, self.recipe)
         self.precision: Any = preset
         self.arguments: dict[str, Any] = {"preset": preset, "overrides": overrides, "backend": backend}
         self._conversions: list[tuple[weakref.ref[nn.Module], ConversionReport]] = []  # Fabric may set up several
