@@ -291,7 +291,10 @@ def _backward_input(
     groups: Groups,
     backend: str,
 ) -> Operand:
-    """Return the input along the rows, (R, K)."""
+    """Return the input along the rows, (R, K).
+
+    What the forward saw of it is rounded to BF16, the dtype of activations, before it is quantized again, as in TE.
+    """
     spec = gemm.wgrad_input
     if isinstance(saved_x, Tensor):
         return Operand.bf16(saved_x)
@@ -303,9 +306,17 @@ def _backward_input(
         return Operand.bf16(saved_x.dequantize())
     if spec.tensor_scale == "none":
         dtype = operand_dtype(saved_x.codes)
-        values, _ = requantize_values(saved_x, spec, dim=0, seed=seeds["wgrad_input"], backend=backend, dtype=dtype)
+        values, _ = requantize_values(
+            saved_x,
+            spec,
+            dim=0,
+            seed=seeds["wgrad_input"],
+            backend=backend,
+            dtype=dtype,
+            source=torch.bfloat16,
+        )
         return Operand(values)
-    return along_tokens(saved_x.dequantize(), spec, seeds["wgrad_input"], groups, backend).operand()
+    return along_tokens(saved_x.dequantize(torch.bfloat16), spec, seeds["wgrad_input"], groups, backend).operand()
 
 
 def _bias_grad(dy_RN: Tensor, groups: Groups, backend: str) -> Tensor:

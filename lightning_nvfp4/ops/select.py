@@ -112,16 +112,17 @@ def requantize_values(
     seed: int | Tensor = 0,
     backend: str = "auto",
     dtype: torch.dtype = torch.float32,
+    source: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
-    """Equal ``quantize_values(q.dequantize(), spec, ...)``, in one pass where a backend can."""
+    """Equal ``quantize_values(q.dequantize(source), spec, ...)``, in one pass where a backend can."""
     dim = normalize_dim(dim, len(q.shape))
     if q.codes.numel():
         values = backend_for(q.codes, spec, backend).requantize(
-            q.tensors(), q.meta, spec, dim, _checked_seed(seed), dtype
+            q.tensors(), q.meta, spec, dim, _checked_seed(seed), dtype, source
         )
         if values is not None:
             return values, None
-    return quantize_values(q.dequantize(), spec, dim=dim, seed=seed, backend=backend, dtype=dtype)
+    return quantize_values(q.dequantize(source), spec, dim=dim, seed=seed, backend=backend, dtype=dtype)
 
 
 def hadamard_transform(x: Tensor, spec: QuantSpec, *, dim: int = -1) -> Tensor:

@@ -27,6 +27,11 @@ def build(plan: QuantizerPlan, gradient: Gradient) -> Any:
     planes = {"rowwise": plan.fields["rowwise"], "columnwise": plan.fields["columnwise"]}
     if plan.spec is None:
         return te.IdentityQuantizer(dtype=torch.bfloat16, **planes)
+    if all(planes.values()):  # apart, or TE would hand the gradient of a layer with a bias to its C++
+        return te.HybridQuantizer(
+            rowwise_quantizer=EmulatedQuantizer(plan.spec, gradient, columnwise=False),
+            columnwise_quantizer=EmulatedQuantizer(plan.spec, gradient, rowwise=False),
+        )
     return EmulatedQuantizer(plan.spec, gradient, **planes)
 
 

@@ -18,6 +18,7 @@ from lightning_nvfp4.ops.triton.device.elements import (
     sign_code,
     with_sign,
 )
+from lightning_nvfp4.ops.triton.device.tiles import to_bf16
 
 
 @triton.jit
@@ -108,6 +109,7 @@ def requantize_kernel(
     source_blocks,
     tensor_stride_e,
     tensor_stride_n,
+    BF16: tl.constexpr,
     M: tl.constexpr,
     E: tl.constexpr,
     MAX: tl.constexpr,
@@ -139,6 +141,8 @@ def requantize_kernel(
     scale = _along_rows(scale, 32, K_TILE, 16)
     tensor = tl.load(tensor_ptr + expert * tensor_stride_e + n * tensor_stride_n, mask=row_inside, other=0.0)
     x = (decode_float(code, 1, 0, 3) * scale) * tensor
+    if BF16:
+        x = to_bf16(x)
     k = k0 + tl.arange(0, K_TILE)[None, :]
     inside = row_inside if EVEN else row_inside & (k < num_k)
     base = (expert * num_n + n0) * num_k + k0

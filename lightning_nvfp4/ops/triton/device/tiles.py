@@ -43,11 +43,11 @@ def transform(x, position, SIGNS: tl.constexpr, N: tl.constexpr, L: tl.constexpr
     negative = (SIGNS >> (position % 16)) & 1
     x = x * tl.where(negative == 1, -half, half)
     x = butterflies(tl.reshape(x, (L, C * B // N, N)), L, C * B // N, N)
-    return tl.reshape(_to_bf16(x * after), (L, C, B))
+    return tl.reshape(to_bf16(x * after), (L, C, B))
 
 
 @triton.jit
-def _to_bf16(x):
+def to_bf16(x):
     """Round float32 to BF16 values, ties to even, by integer arithmetic; infinities and NaNs stay what they are."""
     bits = as_bits(x)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
