@@ -80,7 +80,7 @@ def _native(
     gemm = numerics.effective()
     layer = numerics.context.native.of(numerics.index, gemm, tuple(w_ENK.shape), bias_EN is not None)
     seed = _seed(numerics, gemm, "dgrad_grad_output")
-    return te_layers.grouped_linear(x_RK, w_ENK, bias_EN, groups, layer, seed, out_dtype)
+    return te_layers.grouped_linear(x_RK, w_ENK, bias_EN, groups, layer, seed, out_dtype)  # pyright: ignore[reportCallIssue]
 
 
 def tokens_alignment(gemm: GemmRecipe, backend: str = "auto") -> int:

@@ -23,6 +23,7 @@ from lightning_nvfp4.nn.autocast import attention_of_autocast, bf16_autocast
 from lightning_nvfp4.nn.context import NumericsContext
 from lightning_nvfp4.nn.convert import ConversionReport, convert, restore
 from lightning_nvfp4.ops import self_test
+from lightning_nvfp4.ops.te import known_answer
 from lightning_nvfp4.recipe import load_recipe
 
 
@@ -76,7 +77,11 @@ class BlockScaledMixin:
                         "master weights. Call model.float() before fit (from_pretrained keeps the checkpoint's dtype)."
                     )
         if torch.cuda.is_available() and report.converted:
-            self_test.require(torch.device("cuda", torch.cuda.current_device()))
+            device = torch.device("cuda", torch.cuda.current_device())
+            self_test.require(device)
+            if report.backend == "te":
+                gemms = {d.gemm for d in report.converted if d.gemm and d.path not in report.emulated}
+                known_answer.require(frozenset(gemms), device)
         parts = {id(part) for part in module.modules()}
         others = [pair for pair in self._conversions if (other := pair[0]()) is not None and id(other) not in parts]
         self._conversions = [*others, (weakref.ref(module), report)]
