@@ -35,9 +35,7 @@ def test_a_planted_fault_in_the_reference_is_seen(monkeypatch):
 @pytest.mark.parametrize(("counts", "n", "k", "bias"), CASES, ids=str)
 def test_a_layer_equals_the_emulation(counts, n, k, bias):
     """Operands have the same bytes; what is left is BF16 results and the tensor cores' sums."""
-    for ours, theirs in zip(
-        run(FP8, "triton", counts, n, k, bias), run(FP8, "te", counts, n, k, bias), strict=True
-    ):
+    for ours, theirs in zip(run(FP8, "triton", counts, n, k, bias), run(FP8, "te", counts, n, k, bias), strict=True):
         assert sqnr_db(ours.float(), theirs.float()) > 45
 
 

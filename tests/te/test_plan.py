@@ -54,7 +54,11 @@ def test_the_hybrid() -> None:
         assert plan.kind == "HybridQuantizer" and plan.fields == {"columnwise_source": "rowwise_dequantized"}
         assert plan.parts is not None
         row, column = plan.parts
-        assert (row.kind, row.fields["row_scaled_nvfp4"], row.fields["with_rht"]) == ("NVFP4Quantizer", row_scaled, False)
+        assert (row.kind, row.fields["row_scaled_nvfp4"], row.fields["with_rht"]) == (
+            "NVFP4Quantizer",
+            row_scaled,
+            False,
+        )
         assert (column.kind, column.fields["fp8_dtype"]) == ("MXFP8Quantizer", "kFloat8E4M3")
     gradient = plans["grad_output"]
     assert gradient.parts is not None and gradient.fields == {"columnwise_source": "original"}
