@@ -80,9 +80,10 @@ class Choice:
     reason: str
 
 
-def this_machine() -> Machine:
-    """Return what is here."""
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+def this_machine(device: str | None = None) -> Machine:
+    """Return what is here, without the GPU for a model that will run on another `device` (its type)."""
+    cuda = device in (None, "cuda") and torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability() if cuda else None
     version = _version("transformer-engine") if importlib.util.find_spec("transformer_engine") else None
     return Machine(capability, version, has_triton(), real=True)
 

@@ -37,8 +37,8 @@ def run(
     """Return the output and the gradients of input, weight and bias of a layer with seeded data, on the CPU."""
     context = NumericsContext(step_seed=3)
     if build is not None:
-        context.native = Layers(build)
-    numerics = LayerNumerics(gemm, context, 1, backend)
+        context.te_layers = Layers(build)
+    numerics = LayerNumerics(gemm, context, 1, "auto" if backend == "te" else backend, native=backend == "te")
     g = torch.Generator().manual_seed(0)
     shapes = [(sum(counts), k), (len(counts), n, k), *([(len(counts), n)] if bias else [])]
     leaves = [torch.randn(*shape, generator=g).to(device) for shape in shapes]

@@ -77,6 +77,7 @@ def convert(
     *,
     overrides: Mapping[str, Any] | None = None,
     backend: str = "auto",
+    device: str | None = None,
 ) -> ConversionReport:
     """Convert the selected layers of `model` in place; converting twice equals converting once.
 
@@ -85,16 +86,18 @@ def convert(
         recipe: a preset's name or a `Recipe`.
         overrides: nested fields of the preset to change; see `load_recipe`.
         backend: ``auto``, ``reference``, ``triton`` or ``te``.
+        device: type of the device that the model will run on, where that is known already: ``cpu`` or ``cuda``.
 
     Raises:
         UserError: an unknown preset, field or backend, a backend that cannot run here, or no layer to convert.
     """
     recipe = load_recipe(recipe, overrides) if isinstance(recipe, str) else recipe
-    choice = capability.choose(backend, recipe)
+    choice = capability.choose(backend, recipe, capability.this_machine(device))
     kernels()
     restore(model)
     decisions = tuple(select(model, recipe))
     context = NumericsContext(num_layers=2 * len(decisions))
+    emulation = "auto" if backend == "te" else backend
     emulated = _emulated(decisions, backend) if choice.backend == "te" else {}
     report = ConversionReport(recipe, choice, decisions, context, emulated)
     if not report.converted:
@@ -106,8 +109,8 @@ def convert(
         module = model.get_submodule(decision.path)
         kept = decision.gemm is None
         gemm = decision.gemm or GemmRecipe()
-        runs_in = _layer_backend(decision, choice.backend, backend, emulated)
-        layers = [LayerNumerics(gemm, context, 2 * index + i, runs_in, kept) for i in range(2)]
+        native = choice.backend == "te" and not kept and decision.path not in emulated
+        layers = [LayerNumerics(gemm, context, 2 * index + i, emulation, kept, native) for i in range(2)]
         if decision.kind == "experts":
             # All experts of a model share one implementation name; a kept layer takes BF16 operands in it.
             if any_experts:
@@ -136,12 +139,6 @@ def _emulated(decisions: tuple[Decision, ...], backend: str) -> dict[str, str]:
 def _te_uncovered(decision: Decision) -> str | None:
     assert decision.gemm is not None
     return next((r for s in decision.weights if (r := te_plan.uncovered(decision.gemm, s))), None)
-
-
-def _layer_backend(decision: Decision, chosen: str, asked: str, emulated: Mapping[str, str]) -> str:
-    if chosen != "te":
-        return asked
-    return "auto" if decision.gemm is None or decision.path in emulated else "te"
 
 
 def restore(model: nn.Module) -> None:

@@ -7,7 +7,6 @@ A plain linear is the case E = 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,16 +56,19 @@ def grouped_linear(
         (R, N) of `out_dtype`. Gradients: of x in x's dtype, of w and bias in theirs, accumulated in FP32.
     """
     groups = Groups.of(counts)
-    if numerics.backend == "te":
-        if len(x_RK) and numerics.effective().formats():
-            return _native(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype)
-        numerics = replace(numerics, backend="auto")  # nothing to multiply, or BF16 for now
+    if numerics.native and _is_native(x_RK, numerics):
+        return _native(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype)
     if torch.is_grad_enabled() and (x_RK.requires_grad or w_ENK.requires_grad):
         return _GroupedLinear.apply(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype)
     with torch.autocast(x_RK.device.type, enabled=False):
         gemm = numerics.effective()
         _, x = _forward_input(x_RK, gemm, numerics, groups, packed=False)
         return _fprop(x, _inference_weight(w_ENK, gemm, numerics), bias_EN, groups, numerics, out_dtype)
+
+
+def _is_native(x_RK: Tensor, numerics: LayerNumerics) -> bool:
+    """Return whether Transformer Engine multiplies this input: not on a CPU, not BF16 operands, not no rows."""
+    return x_RK.is_cuda and len(x_RK) > 0 and bool(numerics.effective().formats())
 
 
 def _native(
@@ -78,15 +80,15 @@ def _native(
     out_dtype: torch.dtype,
 ) -> Tensor:
     gemm = numerics.effective()
-    layer = numerics.context.native.of(numerics.index, gemm, tuple(w_ENK.shape), bias_EN is not None)
+    layer = numerics.context.te_layers.of(numerics.index, gemm, tuple(w_ENK.shape), bias_EN is not None)
     seed = _seed(numerics, gemm, "dgrad_grad_output")
     return te_layers.grouped_linear(x_RK, w_ENK, bias_EN, groups, layer, seed, out_dtype)  # pyright: ignore[reportCallIssue]
 
 
-def tokens_alignment(gemm: GemmRecipe, backend: str = "auto") -> int:
+def tokens_alignment(gemm: GemmRecipe, native: bool = False) -> int:
     """Return the multiple to which an expert's rows are padded, so that no block along tokens spans two experts."""
     specs = (gemm.wgrad_grad_output, gemm.wgrad_input)
-    least = te_plan.ROWS if backend == "te" else 1
+    least = te_plan.ROWS if native else 1
     return max([least, *(max(spec.block[1], spec.hadamard or 0) for spec in specs if spec and spec.block)])
 
 

@@ -36,7 +36,7 @@ def quantize(
         dim: the dim blocks run along.
         seed: 64-bit seed of stochastic rounding, an integer or a 0-dim int64 tensor. The random bits of an element are
             a function of the seed and of its row-major index in `x`.
-        backend: ``auto``, ``reference``, ``triton`` or ``te``; a named one is never replaced by another.
+        backend: ``auto``, ``reference`` or ``triton``; a named one is never replaced by another.
         amax: amax for the tensor scale of ``nvfp4`` in place of the tensor's own, float32, broadcastable to
             `block_scale` (L, C): (rows, 1) or (1, C) or (rows, C) for segments of rows or of blocks. The tensor scale
             gets the same shape and `QuantizedTensor.dequantize` multiplies each block by its entry.

@@ -67,7 +67,7 @@ class BlockScaledMixin:
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module` in place and return it."""
-        report = convert(module, self.recipe, backend=self.arguments["backend"])
+        report = convert(module, self.recipe, backend=self.arguments["backend"], device=self._target(module))
         for decision in report.converted:
             for name, parameter in module.get_submodule(decision.path).named_parameters(recurse=False):
                 if parameter.requires_grad and parameter.dtype != torch.float32:
@@ -110,6 +110,10 @@ class BlockScaledMixin:
         parameter = next(module.parameters(), None) if module else None
         return parameter.device.type if parameter is not None else self.device  # type: ignore[attr-defined]
 
+    def _target(self, module: nn.Module) -> str | None:
+        """Return the type of the device that `module` will run on, where that is known."""
+        return None
+
     def teardown(self) -> None:
         """Give every module back as it was."""
         for reference, _ in self._conversions:
@@ -149,6 +153,10 @@ def _seeds_device(module: nn.Module | None) -> torch.device | None:
 
 class TrainerPart(BlockScaledMixin):
     """Where the Trainer tells about steps: its ``global_step``, so that a resumed run draws the same bits."""
+
+    def _target(self, module: nn.Module) -> str | None:
+        trainer = getattr(module, "_trainer", None)
+        return None if trainer is None else trainer.strategy.root_device.type
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:

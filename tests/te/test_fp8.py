@@ -93,7 +93,7 @@ def test_recompute_repeats_the_bits():
 
 
 def test_gradients_add_up_over_micro_batches():
-    numerics = LayerNumerics(FP8, NumericsContext(), 0, "te")
+    numerics = LayerNumerics(FP8, NumericsContext(), 0, native=True)
     w = torch.randn(1, 128, 128, device="cuda", requires_grad=True)
     x = torch.randn(128, 128, device="cuda", dtype=torch.bfloat16)
     grouped_linear(x, w, None, (128,), numerics, torch.bfloat16).sum().backward()
@@ -103,7 +103,7 @@ def test_gradients_add_up_over_micro_batches():
 
 
 def test_two_calls_of_a_layer_before_its_backward():
-    numerics = LayerNumerics(FP8, NumericsContext(), 0, "te")
+    numerics = LayerNumerics(FP8, NumericsContext(), 0, native=True)
     w = torch.randn(1, 128, 128, device="cuda", requires_grad=True)
     xs = [torch.randn(128, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     expected = []
@@ -115,7 +115,7 @@ def test_two_calls_of_a_layer_before_its_backward():
 
 
 def test_a_frozen_weight_and_an_input_without_gradient():
-    numerics = LayerNumerics(FP8, NumericsContext(), 0, "te")
+    numerics = LayerNumerics(FP8, NumericsContext(), 0, native=True)
     for frozen in (True, False):
         w = torch.randn(1, 128, 128, device="cuda", requires_grad=not frozen)
         x = torch.randn(128, 128, device="cuda", dtype=torch.bfloat16, requires_grad=frozen)
@@ -125,7 +125,7 @@ def test_a_frozen_weight_and_an_input_without_gradient():
 
 def test_the_forward_in_bf16_of_a_precision_schedule():
     context = NumericsContext(forward_high_precision=True)
-    numerics = LayerNumerics(FP8, context, 0, "te")
+    numerics = LayerNumerics(FP8, context, 0, native=True)
     x = torch.randn(128, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(1, 128, 128, device="cuda", requires_grad=True)
     y = grouped_linear(x, w, None, (128,), numerics, torch.bfloat16)
@@ -135,7 +135,7 @@ def test_the_forward_in_bf16_of_a_precision_schedule():
 
 
 def test_without_gradients():
-    numerics = LayerNumerics(FP8, NumericsContext(), 0, "te")
+    numerics = LayerNumerics(FP8, NumericsContext(), 0, native=True)
     x, w = torch.randn(3, 128, device="cuda"), torch.randn(1, 128, 128, device="cuda")
     with torch.no_grad():
         y = grouped_linear(x, w, None, (3,), numerics, torch.bfloat16)

@@ -1,6 +1,6 @@
 """The start-up test of Transformer Engine: its quantizers' bytes against the reference's.
 
-Source of the layouts: TransformerEngine 2.20, `get_scale_shape` in pytorch/tensor/{float8_blockwise,mxfp8,nvfp4}_tensor.py.
+Source of the layouts: TransformerEngine 2.20, `get_scale_shape` of pytorch/tensor/*_tensor.py.
 """
 
 from __future__ import annotations
@@ -128,4 +128,3 @@ def require(gemms: frozenset[GemmRecipe], device: torch.device) -> None:
             f"Transformer Engine's quantizers on {device} do not give the reference's bytes ({'; '.join(found)}). Use "
             "backend='triton', which has the recipe's numerics, and report it with `nvfp4 doctor`."
         )
-
