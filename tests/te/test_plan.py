@@ -159,10 +159,16 @@ def test_gradients_returned_in_the_place_of_main_grad_are_an_error() -> None:
         stand_ins(w)[0].sum().backward()
 
 
-def test_the_documentation_lists_the_quantizers(root: Path) -> None:
+@pytest.mark.parametrize("preset", QUANTIZED)
+@pytest.mark.parametrize("role", ["experts", "linear"])
+def test_the_documentation_lists_every_quantizer_with_its_fields(root: Path, preset: str, role: str) -> None:
     text = (root / "docs" / "numerics.md").read_text()
-    for preset in QUANTIZED:
-        for gemm in {PRESETS[preset].gemms[role] for role in ("experts", "linear")}:
-            for plan in planned(gemm).values():
-                for part in plan.parts or (plan,):
-                    assert part.kind in text
+    for plan in planned(PRESETS[preset].gemms[role]).values():
+        for part in plan.parts or (plan,):
+            fields = {name: value for name, value in part.fields.items() if name not in ("rowwise", "columnwise")}
+            common = text[text.index(f"`{part.kind}(") :].split("`")[1]
+            rest = ", ".join(f"{name}={value}" for name, value in fields.items() if f"{name}=" not in common)
+            assert all(f"{name}={value}" in common for name, value in fields.items() if f"{name}=" in common) or (
+                dataclasses.replace(part, fields=fields).text() in text
+            )
+            assert rest in text
