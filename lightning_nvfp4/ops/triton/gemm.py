@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lightning_nvfp4.ops.layout import ceil_div
 from lightning_nvfp4.ops.triton.device import gemm_kernel
 from lightning_nvfp4.ops.triton.geometry import given, power_of_two
-from lightning_nvfp4.ops.triton.runtime import INTERPRETED, launch
+from lightning_nvfp4.ops.triton.runtime import launch
 
 kernels: Any = gemm_kernel
 _ALIGNED = 8
@@ -75,7 +75,7 @@ def rows(
         num_experts, num_n, num_k, row_stride, *strides,
         TRANSPOSED=transposed, SCALES=(row_scale is not None) + _column_flag(column_scale),
         HAS_BIAS=bias_EN is not None, E_POWER=power_of_two(num_experts), NUM_PROGRAMS=programs,
-        INTERPRETED=INTERPRETED, **config,
+        **config,
     )  # fmt: skip
     return out
 
@@ -112,7 +112,7 @@ def tokens(
         a, b, out, offsets, given(row, out), given(column, out),
         num_experts, num_n, num_k, a.stride(0), b.stride(0), *row_strides, *column_strides,
         SCALES=(row is not None) + _column_flag(column_scale), NUM_PROGRAMS=programs,
-        INTERPRETED=INTERPRETED, **config,
+        **config,
     )  # fmt: skip
     return out
 

@@ -18,7 +18,9 @@ from lightning_nvfp4.recipe import QuantSpec
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIGN_PERIOD = 16
 _MAX_GRID = 65535
-_TILE = 4096
+_WIDTH = 2048
+"""Elements of a tile in a row, where the quantized dim is contiguous."""
+_TILE = 8192
 """Elements of a tile."""
 
 
@@ -74,6 +76,8 @@ def constants_of(spec: QuantSpec) -> dict[str, Any]:
         "RULE": rule,
         "ZERO": block.zero_block_scale,
         "SR": spec.sr_bits if spec.rounding == STOCHASTIC else 0,
+        # A scale that is rounded up leaves nothing to saturate but what stochastic rounding lifts.
+        "SATURATE": nv or rule == 0 or spec.rounding == STOCHASTIC,
         "SIGNS": sum(1 << i for i, sign in enumerate(repeated) if sign < 0),
         "HADAMARD": spec.hadamard or 0,
         "ROWS": block_of(spec)[0],
@@ -97,7 +101,7 @@ def tile_of(spec: QuantSpec, v: View, codes: bool) -> tuple[int, int]:
     blocks = num_blocks(v.sizes[3], spec)
     least = max(1, (spec.hadamard or 1) // length)
     if v.strides[3] == 1:
-        c = max(least, min(power_of_two(blocks), max(1, 1024 // length)))
+        c = max(least, min(power_of_two(blocks), _WIDTH // length))
     else:
         c = max(least, min(power_of_two(blocks), max(1, (64 if codes else 32) // length)))
     return max(rows, min(power_of_two(v.sizes[2]), _TILE // (c * length))), c

@@ -28,7 +28,7 @@ from lightning_nvfp4.recipe import QuantSpec
 
 _MAX_ROW = 16384
 """Longest row whose amax and codes one program finds, elements in registers."""
-_MATRIX_CONSTANTS = ("M", "E", "MAX", "RECIPROCAL", "MAX_EXPONENT", "RULE", "ZERO", "SR")
+_MATRIX_CONSTANTS = ("M", "E", "MAX", "RECIPROCAL", "MAX_EXPONENT", "RULE", "ZERO", "SR", "SATURATE")
 
 
 def amax(x: Tensor, spec: QuantSpec, dim: int) -> Tensor:
@@ -103,7 +103,7 @@ def quantize(
         row_amax = amax_ is None and spec.tensor_scale == "row" and v.strides[3] == 1 and length <= _MAX_ROW
         if row_amax:
             c = max(power_of_two(num_c), (spec.hadamard or 1) // block, 1)
-            rows = max(constants["ROWS"], min(power_of_two(nl), max(1, 4096 // (c * block))))
+            rows = max(constants["ROWS"], min(power_of_two(nl), max(1, 8192 // (c * block))))
             amax_, tensor_scale = (torch.empty(*lead, 1, dtype=torch.float32, device=x.device) for _ in range(2))
             sixth = amax_
         else:
@@ -116,6 +116,8 @@ def quantize(
     code_dtype = torch.int8 if constants["M"] == -1 else torch.uint8
     out_codes = torch.empty(*lead, stored, dtype=code_dtype, device=x.device) if codes else None
     out_scale = torch.empty(*lead, num_c, dtype=torch.uint8, device=x.device) if codes else None
+    words = stored % 4 == 0
+    stored_codes = out_codes.view(torch.int32) if out_codes is not None and words else given(out_codes, x)
     out_values, vs = None, (0, 0, 0, 0)
     if values is not None:
         out_shape = (*shape[:dim], length, *shape[dim + 1 :])
@@ -130,16 +132,19 @@ def quantize(
     grid, rows = grid_of(na * nb, nl, num_c, rows, c)
     arguments = (
         x, index_or_x, given(amax_, x), given(sixth, x), given(tensor_scale, x),
-        given(out_codes, x), given(out_scale, x), given(out_values, x), seed,
+        stored_codes, given(out_scale, x), given(out_values, x), seed,
         nb, nl, nk, length, stored, num_c, x.numel(), *v.strides, *strides, *vs,
     )  # fmt: skip
+    even = nl % rows == 0 and nk % (c * block) == 0
     flags = {
         "GATHER": index is not None,
         "BATCHED": na * nb > 1,
-        "EVEN": nl % rows == 0 and nk % (c * block) == 0,
+        "EVEN": even,
+        "WHOLE": even and block in (16, 32) and v.strides[3] == 1 and index is None,
         "ROW_AMAX": row_amax,
         "PER_BLOCK": per_block,
         "HAS_CODES": codes,
+        "WORDS": words,
         "HAS_VALUES": values is not None,
         "DRAW_AXIS": draw_axis,
     }
@@ -178,10 +183,10 @@ def requantize(
     out = torch.empty(*experts, n, k, dtype=values, device=codes.device)
     scale = tensor_scale.expand(*experts, n, 1).reshape(-1, n)
     launch(
-        matrix_kernel.requantize_kernel, (ceil_div(k, 256), ceil_div(n, 32), math.prod(experts)), codes,
+        matrix_kernel.requantize_kernel, (ceil_div(k, 512), ceil_div(n, 32), math.prod(experts)), codes,
         codes, block_scale, scale, out, seed, n, k, codes.shape[-1], block_scale.shape[-1], *scale.stride(),
         BF16=source == torch.bfloat16,
-        ALIGNED=k % 4 == 0, EVEN=n % 32 == 0 and k % 256 == 0, K_TILE=256, num_warps=4,
+        ALIGNED=k % 4 == 0, EVEN=n % 32 == 0 and k % 512 == 0, K_TILE=512, num_warps=4,
         **{name: constants[name] for name in _MATRIX_CONSTANTS},
     )  # fmt: skip
     return out

@@ -24,7 +24,9 @@ from lightning_nvfp4.formats.rounding import (
     PHILOX_MULTIPLIERS,
     PHILOX_ROUNDS,
 )
+from lightning_nvfp4.ops.triton import runtime
 
+INTERPRETED = tl.constexpr(runtime.INTERPRETED)
 EXPONENT = tl.constexpr(FP32_EXPONENT)
 MAGNITUDE = tl.constexpr(FP32_MAGNITUDE)
 SIGN = tl.constexpr(FP32_SIGN)
@@ -51,67 +53,45 @@ def as_bits(x):
 
 
 @triton.jit
-def stochastic_steps(magnitude, random, shift, SR: tl.constexpr):
-    """Return int32 steps, rounded at random: up where the fraction of a step beats the random bits.
+def rounds_up(fraction, random, SR: tl.constexpr):
+    """Return whether a fraction of a step, exact float32 in [0, 1), is rounded up: floor(fraction * 2^32) > random.
 
-    With 32 bits that is where floor(fraction * 2^32) > random; with 8, the same of the 8 highest bits of both. The
-    steps stand above the fraction in one 64-bit word, to which the complement of the random bits is added: it carries
-    into the steps where the fraction is larger.
-
-    Args:
-        magnitude: int32 bits of a nonnegative float32.
-        random: uint32.
-        shift: int32, right shift that turns the 24-bit significand into whole steps.
-        SR: 32 or 8.
+    With SR = 8 only the 8 highest bits of the fraction count. The conversion to integers is exact, and off the pipe of
+    integer arithmetic, which limits these kernels.
     """
-    significand = ((magnitude & 0x7FFFFF) | 0x800000).to(tl.uint64) << 32
-    # Below 2^-39 of a step nothing is left of the significand, nor of that of a subnormal number.
-    word = significand >> tl.minimum(shift, 63).to(tl.uint64)
+    word = (fraction * 4294967296.0).to(tl.uint32)
     if SR == 8:
-        word = word & 0xFFFFFFFFFF000000
-    return ((word + (random ^ 0xFFFFFFFF).to(tl.uint64)) >> 32).to(tl.int32)
+        word = word & 0xFF000000
+    return word > random
 
 
 @triton.jit
-def small_float(integer):
-    """Return a nonnegative int32 below 2^23 as float32, by its bits: a conversion is slow."""
-    return as_float(integer | 0x4B000000) - 8388608.0
+def round_float(
+    x, random, M: tl.constexpr, E: tl.constexpr, MAX: tl.constexpr, SR: tl.constexpr, SATURATE: tl.constexpr
+):
+    """Round float32 to an element type of floating-point kind.
 
-
-@triton.jit
-def round_float(x, random, M: tl.constexpr, E: tl.constexpr, MAX: tl.constexpr, SR: tl.constexpr):
-    """Round float32 to an element type of floating-point kind, saturating (also NaN).
-
-    SR is 0 for nearest, ties to even, or the number of random bits of `random` (uint32) that decide.
+    SR is 0 for nearest, ties to even, or the number of random bits of `random` (uint32) that decide. SATURATE may be
+    false where no finite x rounds above the largest value.
 
     Returns:
-        Magnitudes of the results, float32, and their codes without sign, int32.
+        Magnitudes of the results, float32, and int32 whose lowest bits are their codes without sign.
     """
-    magnitude = tl.minimum(as_bits(x) & MAGNITUDE, MAX)
-    exponent = tl.maximum(magnitude & EXPONENT, (E + 127) << 23)
+    magnitude = tl.abs(x)
+    if SATURATE:
+        magnitude = tl.minimum(magnitude, as_float(tl.full((), MAX, tl.int32)))
+    exponent = tl.maximum(as_bits(magnitude) >> 23, E + 127)
+    # A float32 whose last bit has the weight of a step, and whose lowest bits count the steps below this exponent.
+    anchor = as_float(exponent * ((1 << 23) + (1 << M)) + (((23 - M) << 23) - ((E + 127) << M)))
     if SR == 0:
-        # The FP32 adder rounds to nearest: the last bit of the anchor has the weight of a step.
-        anchor = exponent + ((23 - M) << 23)
-        total = as_float(magnitude) + as_float(anchor)
-        value = total - as_float(anchor)
-        steps = as_bits(total) - anchor
+        # The FP32 adder rounds to nearest.
+        total = magnitude + anchor
     else:
-        shift = tl.maximum((E - M + 150) - (magnitude >> 23), 23 - M)
-        steps = stochastic_steps(magnitude, random, shift, SR)
-        value = small_float(steps) * as_float(exponent - (M << 23))
-    code = steps + ((exponent >> (23 - M)) - ((E + 127) << M))
-    return value, code
-
-
-@triton.jit
-def round_fixed(steps, random, SR: tl.constexpr):
-    """Round float32 numbers of steps to integers in -127..127, as int32."""
-    magnitude = tl.minimum(as_bits(steps) & MAGNITUDE, 0x42FE0000)
-    if SR == 0:
-        integer = as_bits(as_float(magnitude) + 8388608.0) & 0xFF
-    else:
-        integer = stochastic_steps(magnitude, random, 150 - (magnitude >> 23), SR)
-    return tl.where(as_bits(steps) < 0, -integer, integer)
+        steps = magnitude * as_float((254 + M - exponent) << 23)
+        whole = tl.floor(steps)
+        whole = tl.where(rounds_up(steps - whole, random, SR), whole + 1.0, whole)
+        total = anchor + whole * as_float((exponent - M) << 23)
+    return total - anchor, as_bits(total)
 
 
 @triton.jit
@@ -121,19 +101,33 @@ def with_sign(value, x):
 
 
 @triton.jit
-def sign_code(x, TOP: tl.constexpr):
-    """Return the sign bit of float32 x at bit TOP of a code."""
-    return (as_bits(x) >> (31 - TOP)) & (1 << TOP)
+def round_fixed(steps, random, SR: tl.constexpr):
+    """Round float32 numbers of steps to -127..127; return them as float32, and int32 whose low byte they are."""
+    magnitude = tl.minimum(tl.abs(steps), 127.0)
+    if SR > 0:
+        whole = tl.floor(magnitude)
+        magnitude = tl.where(rounds_up(magnitude - whole, random, SR), whole + 1.0, whole)
+    # The FP32 adder rounds to nearest: the last bit of 1.5 * 2^23 has the weight of a step.
+    total = with_sign(magnitude, steps) + 12582912.0
+    return total - 12582912.0, as_bits(total)
 
 
 @triton.jit
-def decode_float(code, M: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr):
-    """Return the float32 values of int32 codes (NaN codes give a finite value).
+def with_sign_code(code, x, TOP: tl.constexpr):
+    """Return the lowest TOP bits of a code, with the sign of float32 x at bit TOP."""
+    sign: tl.constexpr = 1 << TOP
+    return (code & (sign - 1)) | ((as_bits(x) >> (31 - TOP)) & sign)
 
-    Shifted to the top of a float32, an exponent field is off by a constant, which one exact product makes good.
+
+@triton.jit
+def decode_float(word, M: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr):
+    """Return the float32 values of codes in the highest bits of int32 (NaN codes give a finite value).
+
+    Moved down to the place of a float32's lowest exponent bits, the exponent is off by a constant, which one exact
+    product makes good; an arithmetic shift leaves the sign where it is.
     """
-    magnitude = as_float((code & ((1 << TOP) - 1)) << (23 - M)) * as_float(tl.full((), (253 + E) << 23, tl.int32))
-    return as_float(as_bits(magnitude) | ((code >> TOP) << 31))
+    mask: tl.constexpr = -0x80000000 | (((1 << TOP) - 1) << (23 - M))
+    return as_float((word >> (8 + M - TOP)) & mask) * as_float(tl.full((), (253 + E) << 23, tl.int32))
 
 
 @triton.jit
@@ -151,7 +145,7 @@ def e8m0_value(code):
 @triton.jit
 def e4m3_value(code):
     """Return the float32 value of int32 E4M3 codes without sign; 0x7F gives NaN."""
-    return as_float(tl.where(code == 0x7F, 0x7FC00000, as_bits(decode_float(code, 3, -6, 7))))
+    return as_float(tl.where(code == 0x7F, 0x7FC00000, as_bits(decode_float(code << 24, 3, -6, 7))))
 
 
 @triton.jit
@@ -184,7 +178,8 @@ def nvfp4_scales(top, sixth, decode):
     """
     bad = top >= EXPONENT
     amax = as_float(tl.where(bad, 0, top))
-    value, code = round_float(amax * sixth, amax, 3, -6, 0x43E00000, 0)
+    value, code = round_float(amax * sixth, amax, 3, -6, 0x43E00000, 0, True)
+    code = code & 0x7F
     factor = tl.minimum(reciprocal(value * decode), LARGEST)
     return tl.where(bad, 0x7F, code), as_float(tl.where(bad, 0x7FC00000, as_bits(value))), factor
 

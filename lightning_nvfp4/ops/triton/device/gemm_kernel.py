@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lightning_nvfp4.ops.triton.device.elements import INTERPRETED
+
 
 @triton.jit
 def _swizzle(tile, num_m, num_n, GROUP_M: tl.constexpr):
@@ -22,7 +24,7 @@ def _swizzle(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, acc, INTERPRETED: tl.constexpr):
+def _dot(a, b, acc):
     """Multiply BF16 tiles into an FP32 accumulator; Triton's interpreter has no BF16 product."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
@@ -61,7 +63,6 @@ def rows_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Rows of A times the matrix of their expert: C[r, n] = sum over k of A[r, k] * B[e, n, k].
 
@@ -88,10 +89,10 @@ def rows_kernel(
             a = a_desc.load([row0, i * BLOCK_K])
             if TRANSPOSED:
                 b = tl.reshape(b_desc.load([expert, n0, i * BLOCK_K]), (BLOCK_N, BLOCK_K))
-                acc = _dot(a, b.T, acc, INTERPRETED)
+                acc = _dot(a, b.T, acc)
             else:
                 b = tl.reshape(b_desc.load([expert, i * BLOCK_K, n0]), (BLOCK_K, BLOCK_N))
-                acc = _dot(a, b, acc, INTERPRETED)
+                acc = _dot(a, b, acc)
         rows = row0 + tl.arange(0, BLOCK_M)
         columns = n0 + tl.arange(0, BLOCK_N)
         if SCALES > 0:
@@ -136,7 +137,6 @@ def tokens_kernel(
     BLOCK_R: tl.constexpr,
     GROUP_N: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Products over the rows of each expert: C[e, n, k] = sum over its r of A[r, n] * B[r, k].
 
@@ -155,7 +155,7 @@ def tokens_kernel(
         for i in tl.range(whole):
             a = a_desc.load([begin + i * BLOCK_R, n0])
             b = b_desc.load([begin + i * BLOCK_R, k0])
-            acc = _dot(a.T, b, acc, INTERPRETED)
+            acc = _dot(a.T, b, acc)
         columns_n = n0 + tl.arange(0, BLOCK_N)
         columns_k = k0 + tl.arange(0, BLOCK_K)
         if begin + whole * BLOCK_R < end:
@@ -165,7 +165,7 @@ def tokens_kernel(
             at = rows.to(tl.int64)[:, None]
             a = tl.load(a_ptr + at * a_stride + columns_n[None, :], mask=inside & (columns_n < N)[None, :], other=0.0)
             b = tl.load(b_ptr + at * b_stride + columns_k[None, :], mask=inside & (columns_k < K)[None, :], other=0.0)
-            acc = _dot(a.T, b, acc, INTERPRETED)
+            acc = _dot(a.T, b, acc)
         if SCALES > 0:
             row = tl.full((BLOCK_N, 1), 1.0, tl.float32)
             column = tl.full((1, 1), 1.0, tl.float32)

@@ -15,8 +15,8 @@ from lightning_nvfp4.ops.triton.device.elements import (
     philox_words,
     random_at,
     round_float,
-    sign_code,
     with_sign,
+    with_sign_code,
 )
 from lightning_nvfp4.ops.triton.device.tiles import to_bf16
 
@@ -43,6 +43,7 @@ def both_kernel(
     RULE: tl.constexpr,
     ZERO: tl.constexpr,
     SR: tl.constexpr,
+    SATURATE: tl.constexpr,
     ALIGNED: tl.constexpr,
     EVEN: tl.constexpr,
     R_TILE: tl.constexpr,
@@ -69,8 +70,10 @@ def both_kernel(
     row_scale, row_value, row_factor = e8m0_scales(row_top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
     column_top = tl.max(tl.reshape(magnitude, (R_TILE // 32, 32, K_TILE)), axis=1)
     column_scale, column_value, column_factor = e8m0_scales(column_top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
-    row, row_code = round_float(x * _along_rows(row_factor, R_TILE, K_TILE, 32), random, M, E, MAX, SR)
-    column, column_code = round_float(x * _along_columns(column_factor, R_TILE, K_TILE), random, M, E, MAX, SR)
+    row, row_code = round_float(x * _along_rows(row_factor, R_TILE, K_TILE, 32), random, M, E, MAX, SR, SATURATE)
+    column, column_code = round_float(
+        x * _along_columns(column_factor, R_TILE, K_TILE), random, M, E, MAX, SR, SATURATE
+    )
     if HAS_VALUES:
         at = base + r * num_k + k
         row = with_sign(row, x) * _along_rows(row_value, R_TILE, K_TILE, 32)
@@ -78,14 +81,14 @@ def both_kernel(
         tl.store(row_values_ptr + at, row.to(row_values_ptr.dtype.element_ty), mask=inside)
         tl.store(column_values_ptr + at, column.to(column_values_ptr.dtype.element_ty), mask=inside)
     if HAS_CODES:
-        code = (row_code | sign_code(x, 7)) & _along_rows(tl.where(row_top >= EXPONENT, 0, -1), R_TILE, K_TILE, 32)
+        code = with_sign_code(row_code, x, 7) & _along_rows(tl.where(row_top >= EXPONENT, 0, -1), R_TILE, K_TILE, 32)
         tl.store(row_codes_ptr + base + r * num_k + k, code.to(tl.uint8), mask=inside)
         num_c = tl.cdiv(num_k, 32)
         c = tl.arange(0, K_TILE // 32)[None, :]
         at = row_scale_ptr + (r0 + r).to(tl.int64) * num_c + k0 // 32 + c
         tl.store(at, row_scale.to(tl.uint8), mask=(r0 + r < num_r) & (k0 // 32 + c < num_c))
         finite = _along_columns(tl.where(column_top >= EXPONENT, 0, -1), R_TILE, K_TILE)
-        code = (column_code | sign_code(x, 7)) & finite
+        code = with_sign_code(column_code, x, 7) & finite
         r_last = tl.arange(0, R_TILE)[None, :]
         k_first = tl.arange(0, K_TILE)[:, None]
         at = column_codes_ptr + (k0 + k_first).to(tl.int64) * num_r + r0 + r_last
@@ -118,42 +121,51 @@ def requantize_kernel(
     RULE: tl.constexpr,
     ZERO: tl.constexpr,
     SR: tl.constexpr,
+    SATURATE: tl.constexpr,
     ALIGNED: tl.constexpr,
     EVEN: tl.constexpr,
     K_TILE: tl.constexpr,
 ):
     """Decode NVFP4 along K and quantize to MXFP8 along N, 32 rows at a time; see `launch.requantize`.
 
-    Grid: (tiles of K, tiles of N, experts).
+    A thread holds its columns' 32 rows, so that nothing crosses threads. Grid: (tiles of K, tiles of N, experts).
     """
     expert = tl.program_id(2).to(tl.int64)
     n0, k0 = tl.program_id(1) * 32, tl.program_id(0) * K_TILE
-    n = n0 + tl.arange(0, 32)[:, None]
-    row_inside = tl.full((1, 1), 1, tl.int1) if EVEN else n < num_n
-    line = expert * num_n + n
-    byte = k0 // 2 + tl.arange(0, K_TILE // 2)[None, :]
-    inside = row_inside if EVEN else row_inside & (byte < stored)
-    code = tl.load(codes_ptr + line * stored + byte, mask=inside, other=0).to(tl.int32)
-    code = tl.reshape(tl.join(code & 0xF, code >> 4), (32, K_TILE))
-    block = k0 // 16 + tl.arange(0, K_TILE // 16)[None, :]
-    inside = row_inside if EVEN else row_inside & (block < source_blocks)
-    scale = e4m3_value(tl.load(source_scale_ptr + line * source_blocks + block, mask=inside, other=0).to(tl.int32))
-    scale = _along_rows(scale, 32, K_TILE, 16)
-    tensor = tl.load(tensor_ptr + expert * tensor_stride_e + n * tensor_stride_n, mask=row_inside, other=0.0)
-    x = (decode_float(code, 1, 0, 3) * scale) * tensor
-    if BF16:
-        x = to_bf16(x)
-    k = k0 + tl.arange(0, K_TILE)[None, :]
-    inside = row_inside if EVEN else row_inside & (k < num_k)
-    base = (expert * num_n + n0) * num_k + k0
-    random = as_bits(x)
-    if SR > 0:
-        random = _random(tl.load(seed_ptr), base, num_k, ALIGNED, 32, K_TILE)
-    top = tl.max(as_bits(x) & MAGNITUDE, axis=0, keep_dims=True)
+    line = expert * num_n + n0
+    byte = k0 // 2 + tl.arange(0, K_TILE // 2)
+    block = k0 // 16 + tl.arange(0, K_TILE // 16)
+    k = k0 + tl.arange(0, K_TILE)
+    codes_at = codes_ptr + line * stored + byte
+    scale_at = source_scale_ptr + line * source_blocks + block
+    tensor_at = tensor_ptr + expert * tensor_stride_e + n0 * tensor_stride_n
+    always = tl.full((1,), 1, tl.int1)  # whole tiles need no masks
+    top = tl.zeros((K_TILE,), tl.int32)
+    rows = ()
+    for i in tl.static_range(32):
+        here = n0 + i < num_n
+        code = tl.load(codes_at + i * stored, mask=always if EVEN else here & (byte < stored), other=0).to(tl.int32)
+        code = tl.reshape(tl.join(code << 28, code << 24), (K_TILE,))
+        inside = always if EVEN else here & (block < source_blocks)
+        scale = e4m3_value(tl.load(scale_at + i * source_blocks, mask=inside, other=0).to(tl.int32))
+        scale = tl.reshape(tl.broadcast_to(scale[:, None], (K_TILE // 16, 16)), (K_TILE,))
+        tensor = tl.load(tensor_at + i * tensor_stride_n, mask=here, other=0.0)
+        x = (decode_float(code, 1, 0, 3) * scale) * tensor
+        if BF16:
+            x = to_bf16(x)
+        top = tl.maximum(top, as_bits(x) & MAGNITUDE)
+        rows = rows + (x,)
     _, value, factor = e8m0_scales(top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
-    rounded, _ = round_float(x * factor, random, M, E, MAX, SR)
-    out = with_sign(rounded, x) * value
-    tl.store(values_ptr + line * num_k + k, out.to(values_ptr.dtype.element_ty), mask=inside)
+    values_at = values_ptr + line * num_k + k
+    seed = tl.load(seed_ptr)
+    for i in tl.static_range(32):
+        x = rows[i]
+        random = as_bits(x)
+        if SR > 0:
+            random = tl.reshape(_random(seed, (line + i) * num_k + k0, num_k, ALIGNED, 1, K_TILE), (K_TILE,))
+        rounded, _ = round_float(x * factor, random, M, E, MAX, SR, SATURATE)
+        out = (with_sign(rounded, x) * value).to(values_ptr.dtype.element_ty)
+        tl.store(values_at + i * num_k, out, mask=always if EVEN else (n0 + i < num_n) & (k < num_k))
 
 
 @triton.jit

@@ -23,10 +23,12 @@ from lightning_nvfp4.ops.triton.device.tiles import (
     decode_tile,
     finite_top,
     inverse,
-    pack_nibbles,
+    load_blocks,
+    pack,
     random_tile,
     round_tile,
     scales_of,
+    store_blocks,
     transform,
 )
 
@@ -71,7 +73,7 @@ def amax_kernel(
         at = x_ptr + a.to(tl.int64) * xsa + b.to(tl.int64) * xsb + l.to(tl.int64) * xsl + k.to(tl.int64) * xsk
         x = tl.load(at, mask=(l < num_l) & (k < num_k), other=0.0).to(tl.float32)
         if HADAMARD:
-            x = transform(x, within, SIGNS, HADAMARD, L_TILE, C, BLOCK)
+            x = transform(x, SIGNS, HADAMARD, L_TILE, C, BLOCK)
         top = tl.maximum(top, finite_top(x))
     out = out_ptr + a * osa + b * osb
     if PER_ROW:
@@ -114,9 +116,11 @@ def quantize_kernel(
     GATHER: tl.constexpr,
     BATCHED: tl.constexpr,
     EVEN: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROW_AMAX: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     HAS_CODES: tl.constexpr,
+    WORDS: tl.constexpr,
     HAS_VALUES: tl.constexpr,
     NV: tl.constexpr,
     M: tl.constexpr,
@@ -128,6 +132,7 @@ def quantize_kernel(
     RULE: tl.constexpr,
     ZERO: tl.constexpr,
     SR: tl.constexpr,
+    SATURATE: tl.constexpr,
     DRAW_AXIS: tl.constexpr,
     SIGNS: tl.constexpr,
     HADAMARD: tl.constexpr,
@@ -148,6 +153,7 @@ def quantize_kernel(
     base = a.to(tl.int64) * xsa + b.to(tl.int64) * xsb + l0.to(tl.int64) * xsl + k0.to(tl.int64) * xsk
     l = tl.arange(0, L_TILE)[:, None, None]
     k = tl.arange(0, C)[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    first = tl.arange(0, C)[None, :, None] * BLOCK + tl.arange(0, 8)[None, None, :]
     c = tl.arange(0, C)[None, :]
     row = tl.arange(0, L_TILE)[:, None]
     # Whole tiles need no masks.
@@ -158,10 +164,12 @@ def quantize_kernel(
         source = tl.load(index_ptr + l0 + l, mask=l0 + l < num_l, other=-1)
         at = x_ptr + source.to(tl.int64) * xsl + (k0 + k) * xsk
         x = tl.load(at, mask=inside & tl.broadcast_to(source >= 0, (L_TILE, C, BLOCK)), other=0.0).to(tl.float32)
+    elif WHOLE:
+        x = load_blocks(x_ptr + base + l * xsl + first, L_TILE, C, BLOCK).to(tl.float32)
     else:
         x = tl.load(x_ptr + base + l * xsl + k * xsk, mask=inside, other=0.0).to(tl.float32)
     if HADAMARD:
-        x = transform(x, k, SIGNS, HADAMARD, L_TILE, C, BLOCK)
+        x = transform(x, SIGNS, HADAMARD, L_TILE, C, BLOCK)
     top = block_tops(x, ROWS, L_TILE, C)
     sixth = 0.0
     decode = 0.0
@@ -190,27 +198,33 @@ def quantize_kernel(
         random = random_at(tl.load(seed_ptr), index)
     else:
         random = random_tile(tl.load(seed_ptr), base, xsl, xsk, DRAW_AXIS, L_TILE, C, BLOCK)
-    value, code = round_tile(x, factor, scale, random, M, E, MAX, TOP, SR)
+    value, code = round_tile(x, factor, scale, random, M, E, MAX, TOP, SR, SATURATE)
     if HAS_VALUES:
         at = a.to(tl.int64) * vsa + b.to(tl.int64) * vsb + l0.to(tl.int64) * vsl + k0.to(tl.int64) * vsk
-        at = values_ptr + at + l * vsl + k * vsk
-        inside = inside if EVEN else (l0 + l < num_l) & (k0 + k < length)
-        tl.store(at, value.to(values_ptr.dtype.element_ty), mask=inside)
+        at = values_ptr + at + l * vsl
+        value = value.to(values_ptr.dtype.element_ty)
+        if WHOLE:
+            store_blocks(at + first, value, L_TILE, C, BLOCK)
+        else:
+            inside = inside if EVEN else (l0 + l < num_l) & (k0 + k < length)
+            tl.store(at + k * vsk, value, mask=inside)
     if HAS_CODES:
         line = batch.to(tl.int64) * num_l + l0
         at = scale_ptr + line * num_c + k0 // BLOCK + row * num_c + c
         tl.store(at, scale_code.to(tl.uint8), mask=block_inside)
-        finite = tl.where(top >= EXPONENT, 0, -1)[:, :, None]
-        if TOP == 3:
-            byte = pack_nibbles(code, L_TILE, C, BLOCK) & finite
-            i = tl.arange(0, C)[None, :, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, None, :]
-            at = codes_ptr + line * stored + k0 // 2 + l * stored + i
-            inside = inside if EVEN else (l0 + l < num_l) & (k0 // 2 + i < stored)
-            tl.store(at, byte.to(tl.uint8), mask=inside)
+        words = pack(code, TOP, L_TILE, C, BLOCK) & tl.where(top >= EXPONENT, 0, -1)[:, :, None]
+        size: tl.constexpr = BLOCK * (TOP + 1) // 32
+        w = tl.arange(0, C)[None, :, None] * size + tl.arange(0, size)[None, None, :]
+        if WORDS:
+            at = codes_ptr + (line * stored + k0 * (TOP + 1) // 8) // 4 + l * (stored // 4) + w
+            inside = inside if EVEN else (l0 + l < num_l) & (k0 * (TOP + 1) // 32 + w < stored // 4)
+            tl.store(at, words, mask=inside)
         else:
-            at = codes_ptr + line * stored + k0 + l * stored + k
-            inside = inside if EVEN else (l0 + l < num_l) & (k0 + k < stored)
-            tl.store(at, (code & finite).to(codes_ptr.dtype.element_ty), mask=inside)
+            byte = (words[:, :, :, None] >> (8 * tl.arange(0, 4))[None, None, None, :]) & 0xFF
+            i = (k0 * (TOP + 1) // 8) + w[:, :, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+            row_inside = (l0 + l < num_l)[:, :, :, None]
+            at = codes_ptr + line * stored + l[:, :, :, None] * stored + i
+            tl.store(at, byte.to(codes_ptr.dtype.element_ty), mask=row_inside & (i < stored))
 
 
 @triton.jit
@@ -263,10 +277,10 @@ def decode_kernel(
         i = tl.arange(0, C * BLOCK // 2)[None, :]
         at = codes_ptr + (line + row) * stored + k0 // 2 + i
         byte = tl.load(at, mask=(l0 + row < num_l) & (k0 // 2 + i < stored), other=0).to(tl.int32)
-        code = tl.reshape(tl.join(byte & 0xF, byte >> 4), (L_TILE, C, BLOCK))
+        code = tl.reshape(tl.join(byte << 28, byte << 24), (L_TILE, C, BLOCK))
     else:
         at = codes_ptr + (line + l) * stored + k0 + k
-        code = tl.load(at, mask=(l0 + l < num_l) & (k0 + k < stored), other=0).to(tl.int32)
+        code = tl.load(at, mask=(l0 + l < num_l) & (k0 + k < stored), other=0).to(tl.int32) << 24
     here = (l0 + row < num_l) & (k0 // BLOCK + c < num_c)
     scale_code = tl.load(scale_ptr + (line + row) * num_c + k0 // BLOCK + c, mask=here, other=0).to(tl.int32)
     value = decode_tile(code, scale_code, NV, M, E, TOP)
@@ -274,7 +288,7 @@ def decode_kernel(
         at = tensor_ptr + a * tsa + b * tsb + (l0 + row) * tsl + (k0 // BLOCK + c) * tsc
         value = value * tl.load(at, mask=here, other=0.0)[:, :, None]
     if HADAMARD:
-        value = inverse(value, k, SIGNS, HADAMARD, L_TILE, C, BLOCK)
+        value = inverse(value, SIGNS, HADAMARD, L_TILE, C, BLOCK)
     if SCATTER:
         target = tl.load(index_ptr + l0 + l, mask=l0 + l < num_l, other=-1).to(tl.int64)
     else:
@@ -317,7 +331,7 @@ def transform_kernel(
     k = (tile_c * C * HADAMARD + within).to(tl.int64)
     at = x_ptr + a * xsa + b * xsb + l * xsl + k * xsk
     x = tl.load(at, mask=(l < num_l) & (k < num_k), other=0.0).to(tl.float32)
-    y = transform(x, within, SIGNS, HADAMARD, L_TILE, C, HADAMARD)
+    y = transform(x, SIGNS, HADAMARD, L_TILE, C, HADAMARD)
     tl.store(out_ptr + a * osa + b * osb + l * osl + k * osk, y, mask=(l < num_l) & (k < length))
 
 

@@ -10,9 +10,11 @@ import triton.language as tl
 
 from lightning_nvfp4.ops.triton.device.elements import (
     EXPONENT,
+    INTERPRETED,
     MAGNITUDE,
     S2F6_STEP,
     S2F6_STEPS,
+    SIGN,
     as_bits,
     as_float,
     butterflies,
@@ -24,34 +26,72 @@ from lightning_nvfp4.ops.triton.device.elements import (
     philox_words,
     round_fixed,
     round_float,
-    sign_code,
     with_sign,
 )
 
 
 @triton.jit
-def transform(x, position, SIGNS: tl.constexpr, N: tl.constexpr, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
+def transform(x, SIGNS: tl.constexpr, N: tl.constexpr, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
     """Apply the random Hadamard transform of length N along (C, B) and round to BF16 once; float32 in and out.
 
-    Args:
-        x: (L, C, B).
-        position: int32 (1, C, B), index of an element in its row.
-        SIGNS: bit i set = element i of each 16 is negated.
+    Bit i of SIGNS set = element i of each 16 is negated; B is a multiple of 16.
     """
     half: tl.constexpr = 2.0 ** -((N.bit_length() - 1) // 2)
     after: tl.constexpr = 0.7071067811865476 if N == 32 or N == 128 else 1.0
-    negative = (SIGNS >> (position % 16)) & 1
-    x = x * tl.where(negative == 1, -half, half)
+    x = x * tl.where(_negated(SIGNS, B), -half, half)
     x = butterflies(tl.reshape(x, (L, C * B // N, N)), L, C * B // N, N)
     return tl.reshape(to_bf16(x * after), (L, C, B))
 
 
 @triton.jit
+def inverse(y, SIGNS: tl.constexpr, N: tl.constexpr, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
+    """Undo `transform` up to its rounding; float32 (L, C, B) in and out."""
+    half: tl.constexpr = 2.0 ** -((N.bit_length() - 1) // 2)
+    after: tl.constexpr = 0.7071067811865476 if N == 32 or N == 128 else 1.0
+    x = butterflies(tl.reshape(y * half, (L, C * B // N, N)), L, C * B // N, N) * after
+    return tl.reshape(x, (L, C, B)) * tl.where(_negated(SIGNS, B), -1.0, 1.0)
+
+
+@triton.jit
+def _negated(SIGNS: tl.constexpr, B: tl.constexpr):
+    return ((SIGNS >> (tl.arange(0, B)[None, None, :] % 16)) & 1) == 1
+
+
+@triton.jit
 def to_bf16(x):
-    """Round float32 to BF16 values, ties to even, by integer arithmetic; infinities and NaNs stay what they are."""
+    """Round float32 to BF16 values, ties to even; the interpreter's own conversion truncates."""
+    if not INTERPRETED:
+        return x.to(tl.bfloat16).to(tl.float32)
     bits = as_bits(x)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     return as_float(tl.where((bits & MAGNITUDE) > EXPONENT, bits | 0x400000, rounded))
+
+
+@triton.jit
+def load_blocks(at, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
+    """Load whole blocks of 16 or 32 elements (L, C, B) in a row, by the addresses (L, C, 8) of their first eighths.
+
+    A thread then holds all of a block, and works out its scale alone; one load would give it eight elements.
+    """
+    x = tl.join(tl.load(at), tl.load(at + 8))
+    if B == 32:
+        x = tl.join(x, tl.join(tl.load(at + 16), tl.load(at + 24)))
+        return tl.reshape(tl.permute(x, (0, 1, 4, 3, 2)), (L, C, B))
+    else:
+        return tl.reshape(tl.permute(x, (0, 1, 3, 2)), (L, C, B))
+
+
+@triton.jit
+def store_blocks(at, x, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
+    """Store what `load_blocks` would load."""
+    if B == 32:
+        low, high = tl.split(tl.permute(tl.reshape(x, (L, C, 2, 16)), (0, 1, 3, 2)))
+        store_blocks(at, low, L, C, 16)
+        store_blocks(at + 16, high, L, C, 16)
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(x, (L, C, 2, 8)), (0, 1, 3, 2)))
+        tl.store(at, first)
+        tl.store(at + 8, second)
 
 
 @triton.jit
@@ -119,28 +159,48 @@ def scales_of(
 
 @triton.jit
 def round_tile(
-    x, factor, scale, random, M: tl.constexpr, E: tl.constexpr, MAX: tl.constexpr, TOP: tl.constexpr, SR: tl.constexpr
+    x,
+    factor,
+    scale,
+    random,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    MAX: tl.constexpr,
+    TOP: tl.constexpr,
+    SR: tl.constexpr,
+    SATURATE: tl.constexpr,
 ):
-    """Return values in units of the tensor scale (float32) and codes (int32), both (L, C, B).
+    """Return values in units of the tensor scale (float32) and codes in the highest bits of int32, both (L, C, B).
 
     M is -1 for the fixed-point S2F6. Blocks with a NaN scale have NaN values.
     """
     scaled = x * factor[:, :, None]
     if M == -1:
-        code = round_fixed(scaled * S2F6_STEPS, random, SR)
-        value = code.to(tl.float32) * S2F6_STEP
+        value, code = round_fixed(scaled * S2F6_STEPS, random, SR)
+        value = value * S2F6_STEP
+        code = code << 24
     else:
-        value, code = round_float(scaled, random, M, E, MAX, SR)
+        value, code = round_float(scaled, random, M, E, MAX, SR, SATURATE)
         value = with_sign(value, x)
-        code = code | sign_code(x, TOP)
+        code = (code << (31 - TOP)) | (as_bits(x) & SIGN)
     return value * scale[:, :, None], code
 
 
 @triton.jit
-def pack_nibbles(code, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
-    """Return int32 bytes (L, C, B / 2) of int32 codes (L, C, B): element 2i in the low four bits."""
-    low, high = tl.split(tl.reshape(code, (L, C, B // 2, 2)))
-    return low | (high << 4)
+def pack(code, TOP: tl.constexpr, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
+    """Return int32 words of codes that stand in the highest bits of int32 (L, C, B), the first code lowest."""
+    bits: tl.constexpr = TOP + 1
+    words = _merge(code, bits, L, C, B // 2)
+    words = _merge(words, 2 * bits, L, C, B // 4)
+    if bits == 4:
+        words = _merge(words, 16, L, C, B // 8)
+    return words
+
+
+@triton.jit
+def _merge(word, BITS: tl.constexpr, L: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr):
+    low, high = tl.split(tl.reshape(word, (L, C, PAIRS, 2)))
+    return high | (low.to(tl.uint32, bitcast=True) >> BITS).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -148,7 +208,7 @@ def decode_tile(code, scale_code, NV: tl.constexpr, M: tl.constexpr, E: tl.const
     """Return float32 (L, C, B) codes times block scales; NaN in blocks that are not finite.
 
     Args:
-        code: int32 (L, C, B); sign-extended for S2F6 (M = -1).
+        code: int32 (L, C, B), the codes in the highest bits.
         scale_code: int32 (L, C).
     """
     if NV:
@@ -156,17 +216,7 @@ def decode_tile(code, scale_code, NV: tl.constexpr, M: tl.constexpr, E: tl.const
     else:
         scale = e8m0_value(scale_code)
     if M == -1:
-        value = code.to(tl.float32) * S2F6_STEP
+        value = (code >> 24).to(tl.float32) * S2F6_STEP
     else:
         value = decode_float(code, M, E, TOP)
     return value * scale[:, :, None]
-
-
-@triton.jit
-def inverse(y, position, SIGNS: tl.constexpr, N: tl.constexpr, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
-    """Undo `transform` up to its rounding; float32 (L, C, B) in and out."""
-    half: tl.constexpr = 2.0 ** -((N.bit_length() - 1) // 2)
-    after: tl.constexpr = 0.7071067811865476 if N == 32 or N == 128 else 1.0
-    x = butterflies(tl.reshape(y * half, (L, C * B // N, N)), L, C * B // N, N) * after
-    negative = (SIGNS >> (position % 16)) & 1
-    return tl.reshape(x, (L, C, B)) * tl.where(negative == 1, -1.0, 1.0)
