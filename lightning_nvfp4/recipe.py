@@ -156,6 +156,10 @@ class GemmRecipe:
                     f"cancel in the product (got {a and a.hadamard} and {b and b.hadamard}): set both."
                 )
 
+    def formats(self) -> frozenset[str]:
+        """Return the formats of the operands."""
+        return frozenset(spec.format for name in OPERANDS if (spec := getattr(self, name)) is not None)
+
     def forward_name(self) -> str:
         """Return the format of the forward GEMM, for tables."""
         return _pair_name(self.fprop_input, self.fprop_weight)
@@ -220,9 +224,17 @@ class Recipe:
         for role in self.roles:
             if role not in ("experts", "mlp", "linear"):
                 raise unknown("role", role, ("experts", "mlp", "linear"))
-        for use in [*self.roles.values(), *(rule.use for rule in self.rules)]:
-            if use != "keep" and use not in self.gemms:
+        for use in self.uses():
+            if use not in self.gemms:
                 raise unknown("gemm recipe", use, ("keep", *self.gemms))
+
+    def uses(self) -> list[str]:
+        """Return the keys of `gemms` that roles and rules name."""
+        return [use for use in [*self.roles.values(), *(rule.use for rule in self.rules)] if use != "keep"]
+
+    def formats(self) -> frozenset[str]:
+        """Return the formats that any layer may have."""
+        return frozenset().union(*(self.gemms[use].formats() for use in self.uses()))
 
 
 def _nvfp4_hybrid() -> Recipe:

@@ -43,6 +43,7 @@ class Decision:
         use: name of the numerics in the recipe, or ``keep``.
         reason: why.
         plain: a linear of which nothing but its forward is used.
+        weights: shapes of the weights of its GEMMs, (N, K) or (E, N, K).
     """
 
     path: str
@@ -53,6 +54,7 @@ class Decision:
     use: str
     reason: str
     plain: bool = False
+    weights: tuple[tuple[int, ...], ...] = ()
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -83,7 +85,8 @@ def select(model: nn.Module, recipe: Recipe) -> list[Decision]:
         use, reason = _decide(model, recipe, path, module, kind, has_experts, has_blocks)
         gemm = None if use == "keep" else recipe.gemms[use]
         plain = kind == "linear" and forwards_as_linear(module) and not _read_by_parent(model, path)
-        decisions.append(Decision(path, kind, _shape(module), _flops(model, module), gemm, use, reason, plain))
+        shape, weights = _shape(module), _weights(module)
+        decisions.append(Decision(path, kind, shape, _flops(model, module), gemm, use, reason, plain, weights))
     return decisions
 
 
@@ -187,6 +190,13 @@ def _shape(module: Any) -> tuple[int, ...]:
         return (e, k, n) if module.is_transposed else (e, n, k)
     weight = module.weight
     return tuple(weight.shape) if hasattr(weight, "shape") else ()
+
+
+def _weights(module: Any) -> tuple[tuple[int, ...], ...]:
+    if not is_experts(module):
+        return (_shape(module),)
+    e, *down = module.down_proj.shape
+    return _shape(module), (e, *(reversed(down) if module.is_transposed else down))
 
 
 def _flops(model: nn.Module, module: Any) -> int:

@@ -10,15 +10,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lightning_nvfp4 import capability
 from lightning_nvfp4.commands.parser import Parser
 from lightning_nvfp4.commands.paths import find_config
 from lightning_nvfp4.commands.yaml_files import block_scaled, read_mapping
 from lightning_nvfp4.errors import UserError, unknown
+from lightning_nvfp4.ops.te import plan as te_plan
 from lightning_nvfp4.recipe import PRESETS, GemmRecipe, QuantSpec, Recipe, load_recipe
 from lightning_nvfp4.selection import Decision, select
 
 _FILE_WIDTH = 160
 _MOST_RANGES = 6
+_TE_VERSION = "2.20"
+"""The Transformer Engine of a machine that is made up."""
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 
@@ -29,7 +33,14 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--precision", help=f"{', '.join(PRESETS)}; default: that of the configuration, or nvfp4-hybrid"
     )
+    parser.add_argument(
+        "--compute-capability",
+        metavar="MAJOR.MINOR",
+        help="also show what Transformer Engine would run on such a GPU (9.0, 10.0, 10.3, 12.0), and with which "
+        "quantizers; needs neither",
+    )
     options = parser.parse_args(arguments)
+    machine = made_up_machine(options.compute_capability)
     sections = [read_mapping(find_config(name)) for name in options.config]
     recipe = find_recipe(sections, options.precision)
     fields, pretrained = find_model(sections, " + ".join(options.config))
@@ -42,7 +53,41 @@ def run(arguments: list[str]) -> int:
     console.print(f"{type(model).__name__}, {numel / 1e6:,.1f} M parameters, precision {recipe.name}", markup=False)
     console.print(coverage_table(decisions))
     console.print(summary(decisions), markup=False)
+    if machine is not None:
+        console.print()
+        console.print(f"auto on it: {capability.choose('auto', recipe, machine).reason}", markup=False)
+        console.print(quantizer_table(decisions))
     return 0
+
+
+def made_up_machine(text: str | None) -> capability.Machine | None:
+    """Return a machine with a GPU of this compute capability and Transformer Engine, ``None`` for ``None``.
+
+    Raises:
+        UserError: it is not two numbers.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)\.(\d+)", text)
+    if not match:
+        raise UserError(f"--compute-capability is {text!r}: give two numbers, as 10.0 for a B200.")
+    return capability.Machine((int(match[1]), int(match[2])), te=_TE_VERSION)
+
+
+def quantizer_table(decisions: Iterable[Decision]) -> Table:
+    """Return the table of Transformer Engine's quantizers: for each of the numerics, a row for each tensor."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("layers", "TE recipe", "tensor", "quantizer"):
+        table.add_column(title, overflow="fold")
+    uses = {decision.use: decision.gemm for decision in decisions if decision.gemm is not None}
+    for use, gemm in uses.items():
+        reason = te_plan.uncovered(gemm)
+        if reason:
+            table.add_row(use, "none", "", f"emulated: {reason}")
+            continue
+        for tensor, quantizer in te_plan.planned(gemm).items():
+            table.add_row(use, te_plan.builtin(gemm) or "CustomRecipe", tensor, quantizer.text())
+    return table
 
 
 def find_recipe(sections: Iterable[Mapping[str, Any]], precision: str | None) -> Recipe:

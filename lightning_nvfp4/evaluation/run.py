@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from lightning_nvfp4 import capability
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.evaluation.code import judge_programs
 from lightning_nvfp4.evaluation.documents import load_documents
@@ -90,7 +89,7 @@ def evaluate(
         with inference(model, precision, overrides=overrides, backend=backend) as report:
             scores, samples, skipped = _score(suite, definitions, model, tokenizer, judge, limit, seed, progress)
         seconds = time.monotonic() - start
-    native = report.backend == "te" or (precision == "bf16-gemm" and capability.backend_for(precision).native)
+    native = report.native
     result = EvalResult(
         suite=suite.name,
         precision=precision,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_nvfp4.nn.weight_cache import WeightCache
+from lightning_nvfp4.ops.te.layers import Layers
 from lightning_nvfp4.recipe import OPERANDS, GemmRecipe
 
 _MASK = (1 << 64) - 1
@@ -56,6 +57,7 @@ class NumericsContext:
         num_layers: one more than the largest `LayerNumerics.index`.
         seeds: int64 (layers, operands) of the current micro-batch on the device, or ``None``: a graph that is traced
             once reads them there, and a launch need not fill in one.
+        te_layers: Transformer Engine's modules of the layers that run in it.
         weight_cache: while not ``None``, quantized forward weights by (layer, operand); see `cached_weights`.
     """
 
@@ -63,6 +65,7 @@ class NumericsContext:
     forward_high_precision: bool = False
     backward_high_precision: bool = False
     weights: WeightCache = field(default_factory=WeightCache)
+    te_layers: Layers = field(default_factory=Layers)
     weight_cache: dict[int, tuple[Tensor, Tensor | None]] | None = None
     step: tuple[int, ...] | None = None
     num_layers: int = 0
@@ -110,6 +113,7 @@ class LayerNumerics:
         index: number of the layer in the model, part of its stochastic-rounding seed.
         backend: where the quantizers and GEMMs run; see `lightning_nvfp4.capability`.
         kept: the layer stays in high precision; `gemm` has BF16 operands only.
+        native: Transformer Engine multiplies where the input is on CUDA; elsewhere the layer is emulated.
     """
 
     gemm: GemmRecipe
@@ -117,6 +121,7 @@ class LayerNumerics:
     index: int
     backend: str = "auto"
     kept: bool = False
+    native: bool = False
 
     def seed(self, operand: str) -> int | Tensor:
         """Return the stochastic-rounding seed of `operand` (a name of `recipe.OPERANDS`) in the current micro-batch.

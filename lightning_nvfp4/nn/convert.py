@@ -17,6 +17,7 @@ from lightning_nvfp4.nn.context import LayerNumerics, NumericsContext
 from lightning_nvfp4.nn.experts import EXPERTS_IMPLEMENTATION
 from lightning_nvfp4.nn.linear import BlockScaledLinear, ConvertedModule, Fp32Router, converted_class
 from lightning_nvfp4.ops import kernels
+from lightning_nvfp4.ops.te import plan as te_plan
 from lightning_nvfp4.recipe import GemmRecipe, Recipe, load_recipe
 from lightning_nvfp4.selection import Decision, flop_shares, select
 
@@ -29,15 +30,27 @@ class ConversionReport:
 
     Attributes:
         recipe: the numerics.
-        backend: where the quantized GEMMs run.
+        choice: where the quantized GEMMs run, whether at native speed, and why.
         decisions: one for every linear, experts and router module, in the model's order.
         context: the state that the converted layers share.
+        emulated: path -> reason of converted layers that the chosen backend cannot run, and that are emulated.
     """
 
     recipe: Recipe
-    backend: str
+    choice: capability.Choice
     decisions: tuple[Decision, ...]
     context: NumericsContext
+    emulated: Mapping[str, str]
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend."""
+        return self.choice.backend
+
+    @property
+    def native(self) -> bool:
+        """Whether every converted layer runs at native speed."""
+        return self.choice.native and not self.emulated
 
     @property
     def converted(self) -> tuple[Decision, ...]:
@@ -48,11 +61,14 @@ class ConversionReport:
         """Return one line: preset, layers converted and kept, forward formats by share of GEMM FLOPs, backend."""
         shares = ", ".join(f"{name} {share:.0%}" for name, share in flop_shares(self.decisions).items())
         kept = len(self.decisions) - len(self.converted)
-        native = "native" if capability.backend_for(self.recipe.name).native else "emulated"
-        return (
+        line = (
             f"{self.recipe.name}: {len(self.converted)} layers converted, {kept} kept; "
-            f"forward GEMM FLOPs: {shares or 'none'}; backend {self.backend} ({native})"
+            f"forward GEMM FLOPs: {shares or 'none'}; backend {self.backend} ({self.choice.reason})"
         )
+        if self.emulated:
+            path, reason = next(iter(self.emulated.items()))
+            line += f"; {len(self.emulated)} layers emulated, as {path}: {reason}"
+        return line
 
 
 def convert(
@@ -61,6 +77,7 @@ def convert(
     *,
     overrides: Mapping[str, Any] | None = None,
     backend: str = "auto",
+    device: str | None = None,
 ) -> ConversionReport:
     """Convert the selected layers of `model` in place; converting twice equals converting once.
 
@@ -69,26 +86,31 @@ def convert(
         recipe: a preset's name or a `Recipe`.
         overrides: nested fields of the preset to change; see `load_recipe`.
         backend: ``auto``, ``reference``, ``triton`` or ``te``.
+        device: type of the device that the model will run on, where that is known already: ``cpu`` or ``cuda``.
 
     Raises:
         UserError: an unknown preset, field or backend, a backend that cannot run here, or no layer to convert.
     """
-    backend = capability.require(backend)
     recipe = load_recipe(recipe, overrides) if isinstance(recipe, str) else recipe
+    choice = capability.choose(backend, recipe, capability.this_machine(device))
     kernels()
     restore(model)
     decisions = tuple(select(model, recipe))
     context = NumericsContext(num_layers=2 * len(decisions))
-    report = ConversionReport(recipe, capability.resolve(backend), decisions, context)
+    emulation = "auto" if backend == "te" else backend
+    emulated = _emulated(decisions, backend) if choice.backend == "te" else {}
+    report = ConversionReport(recipe, choice, decisions, context, emulated)
     if not report.converted:
-        if any(use != "keep" for use in [*recipe.roles.values(), *(rule.use for rule in recipe.rules)]):
+        if recipe.uses():
             raise _nothing_converted(model, recipe, decisions)
         return report
     any_experts = any(d.kind == "experts" for d in report.converted)
     for index, decision in enumerate(decisions):
         module = model.get_submodule(decision.path)
         kept = decision.gemm is None
-        layers = [LayerNumerics(decision.gemm or GemmRecipe(), context, 2 * index + i, backend, kept) for i in range(2)]
+        gemm = decision.gemm or GemmRecipe()
+        native = choice.backend == "te" and not kept and decision.path not in emulated
+        layers = [LayerNumerics(gemm, context, 2 * index + i, emulation, kept, native) for i in range(2)]
         if decision.kind == "experts":
             # All experts of a model share one implementation name; a kept layer takes BF16 operands in it.
             if any_experts:
@@ -100,6 +122,23 @@ def convert(
             _set_class(module, BlockScaledLinear)
             module.__dict__[_NUMERICS] = layers[0]
     return report
+
+
+def _emulated(decisions: tuple[Decision, ...], backend: str) -> dict[str, str]:
+    """Return the converted layers that Transformer Engine cannot run, with the reason; an error if it was asked for."""
+    found = {d.path: reason for d in decisions if d.gemm and (reason := _te_uncovered(d))}
+    if found and backend == "te":
+        path, reason = next(iter(found.items()))
+        raise UserError(
+            f"backend='te' cannot run {path}: {reason}. Keep the layer by a rule (match: {path!r}, use: keep), or use "
+            "backend='auto', which emulates it."
+        )
+    return found
+
+
+def _te_uncovered(decision: Decision) -> str | None:
+    assert decision.gemm is not None
+    return next((r for s in decision.weights if (r := te_plan.uncovered(decision.gemm, s))), None)
 
 
 def restore(model: nn.Module) -> None:

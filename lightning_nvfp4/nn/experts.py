@@ -36,8 +36,9 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     layers: tuple[LayerNumerics, LayerNumerics] | None = getattr(module, "block_scaled_numerics", None)
     if layers is None:
         return type(module).forward.__wrapped__(module, hidden_states, top_k_index, top_k_weights)
-    alignment = max(tokens_alignment(layer.gemm) for layer in layers)
-    routing = route(top_k_index, module.num_experts, alignment, on_device=has_kernels(hidden_states, layers[0].backend))
+    alignment = max(tokens_alignment(layer.gemm, layer.native) for layer in layers)
+    on_device = has_kernels(hidden_states, layers[0].backend) and not layers[0].native
+    routing = route(top_k_index, module.num_experts, alignment, on_device=on_device)
     x_RD = _Dispatch.apply(hidden_states, routing)
     dtype = compute_dtype(hidden_states)
     up = "gate_up_proj" if module.has_gate else "up_proj"

@@ -26,6 +26,8 @@ from lightning_nvfp4.ops import (
     rows_matmul,
     tokens_matmul,
 )
+from lightning_nvfp4.ops.te import layers as te_layers
+from lightning_nvfp4.ops.te import plan as te_plan
 from lightning_nvfp4.recipe import GemmRecipe, QuantSpec
 
 Seeds = dict[str, int | Tensor]
@@ -54,6 +56,8 @@ def grouped_linear(
         (R, N) of `out_dtype`. Gradients: of x in x's dtype, of w and bias in theirs, accumulated in FP32.
     """
     groups = Groups.of(counts)
+    if numerics.native and _is_native(x_RK, numerics):
+        return _native(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype)
     if torch.is_grad_enabled() and (x_RK.requires_grad or w_ENK.requires_grad):
         return _GroupedLinear.apply(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype)
     with torch.autocast(x_RK.device.type, enabled=False):
@@ -62,10 +66,30 @@ def grouped_linear(
         return _fprop(x, _inference_weight(w_ENK, gemm, numerics), bias_EN, groups, numerics, out_dtype)
 
 
-def tokens_alignment(gemm: GemmRecipe) -> int:
+def _is_native(x_RK: Tensor, numerics: LayerNumerics) -> bool:
+    """Return whether Transformer Engine multiplies this input: not on a CPU, not BF16 operands, not no rows."""
+    return x_RK.is_cuda and len(x_RK) > 0 and bool(numerics.effective().formats())
+
+
+def _native(
+    x_RK: Tensor,
+    w_ENK: Tensor,
+    bias_EN: Tensor | None,
+    groups: Groups,
+    numerics: LayerNumerics,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    gemm = numerics.effective()
+    layer = numerics.context.te_layers.of(numerics.index, gemm, tuple(w_ENK.shape), bias_EN is not None)
+    seed = _seed(numerics, gemm, "dgrad_grad_output")
+    return te_layers.grouped_linear(x_RK, w_ENK, bias_EN, groups, layer, seed, out_dtype)  # pyright: ignore[reportCallIssue]
+
+
+def tokens_alignment(gemm: GemmRecipe, native: bool = False) -> int:
     """Return the multiple to which an expert's rows are padded, so that no block along tokens spans two experts."""
     specs = (gemm.wgrad_grad_output, gemm.wgrad_input)
-    return max([max(spec.block[1], spec.hadamard or 0) for spec in specs if spec and spec.block], default=1)
+    least = te_plan.ROWS if native else 1
+    return max([least, *(max(spec.block[1], spec.hadamard or 0) for spec in specs if spec and spec.block)])
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -269,7 +293,10 @@ def _backward_input(
     groups: Groups,
     backend: str,
 ) -> Operand:
-    """Return the input along the rows, (R, K)."""
+    """Return the input along the rows, (R, K).
+
+    What the forward saw of it is rounded to BF16, the dtype of activations, before it is quantized again, as in TE.
+    """
     spec = gemm.wgrad_input
     if isinstance(saved_x, Tensor):
         return Operand.bf16(saved_x)
@@ -281,9 +308,17 @@ def _backward_input(
         return Operand.bf16(saved_x.dequantize())
     if spec.tensor_scale == "none":
         dtype = operand_dtype(saved_x.codes)
-        values, _ = requantize_values(saved_x, spec, dim=0, seed=seeds["wgrad_input"], backend=backend, dtype=dtype)
+        values, _ = requantize_values(
+            saved_x,
+            spec,
+            dim=0,
+            seed=seeds["wgrad_input"],
+            backend=backend,
+            dtype=dtype,
+            source=torch.bfloat16,
+        )
         return Operand(values)
-    return along_tokens(saved_x.dequantize(), spec, seeds["wgrad_input"], groups, backend).operand()
+    return along_tokens(saved_x.dequantize(torch.bfloat16), spec, seeds["wgrad_input"], groups, backend).operand()
 
 
 def _bias_grad(dy_RN: Tensor, groups: Groups, backend: str) -> Tensor:

@@ -39,6 +39,11 @@ def backend_for(x: Tensor, spec: QuantSpec, name: str = "auto") -> Backend:
     Raises:
         UserError: the backend named cannot work on this tensor in this format.
     """
+    if name == "te":
+        raise UserError(
+            "backend='te' cannot run a quantizer by itself: Transformer Engine quantizes inside its layers. Use "
+            "backend='auto', with whose bits a start-up test compares Transformer Engine's."
+        )
     if not has_kernels(x, name):
         capability.require(name)
         return cast(Backend, reference)

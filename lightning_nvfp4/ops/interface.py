@@ -92,6 +92,7 @@ class Backend(Protocol):
         dim: int,
         seed: int | Tensor,
         dtype: torch.dtype,
+        source: torch.dtype,
     ) -> Tensor | None:
         """Return the unscaled values of a quantized tensor in another format, or ``None`` where two steps are needed.
 
@@ -102,5 +103,6 @@ class Backend(Protocol):
             dim: the new quantized dim.
             seed: of the new stochastic rounding.
             dtype: of the result.
+            source: dtype that the dequantized tensor is rounded to in between, float32 or bfloat16.
         """
         ...

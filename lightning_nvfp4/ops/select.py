@@ -36,7 +36,7 @@ def quantize(
         dim: the dim blocks run along.
         seed: 64-bit seed of stochastic rounding, an integer or a 0-dim int64 tensor. The random bits of an element are
             a function of the seed and of its row-major index in `x`.
-        backend: ``auto``, ``reference``, ``triton`` or ``te``; a named one is never replaced by another.
+        backend: ``auto``, ``reference`` or ``triton``; a named one is never replaced by another.
         amax: amax for the tensor scale of ``nvfp4`` in place of the tensor's own, float32, broadcastable to
             `block_scale` (L, C): (rows, 1) or (1, C) or (rows, C) for segments of rows or of blocks. The tensor scale
             gets the same shape and `QuantizedTensor.dequantize` multiplies each block by its entry.
@@ -112,16 +112,17 @@ def requantize_values(
     seed: int | Tensor = 0,
     backend: str = "auto",
     dtype: torch.dtype = torch.float32,
+    source: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
-    """Equal ``quantize_values(q.dequantize(), spec, ...)``, in one pass where a backend can."""
+    """Equal ``quantize_values(q.dequantize(source), spec, ...)``, in one pass where a backend can."""
     dim = normalize_dim(dim, len(q.shape))
     if q.codes.numel():
         values = backend_for(q.codes, spec, backend).requantize(
-            q.tensors(), q.meta, spec, dim, _checked_seed(seed), dtype
+            q.tensors(), q.meta, spec, dim, _checked_seed(seed), dtype, source
         )
         if values is not None:
             return values, None
-    return quantize_values(q.dequantize(), spec, dim=dim, seed=seed, backend=backend, dtype=dtype)
+    return quantize_values(q.dequantize(source), spec, dim=dim, seed=seed, backend=backend, dtype=dtype)
 
 
 def hadamard_transform(x: Tensor, spec: QuantSpec, *, dim: int = -1) -> Tensor:

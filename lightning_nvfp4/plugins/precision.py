@@ -23,6 +23,7 @@ from lightning_nvfp4.nn.autocast import attention_of_autocast, bf16_autocast
 from lightning_nvfp4.nn.context import NumericsContext
 from lightning_nvfp4.nn.convert import ConversionReport, convert, restore
 from lightning_nvfp4.ops import self_test
+from lightning_nvfp4.ops.te import known_answer
 from lightning_nvfp4.recipe import load_recipe
 
 
@@ -47,7 +48,7 @@ class BlockScaledMixin:
         """
         super().__init__("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[call-arg]
         self.recipe = load_recipe(preset, overrides)
-        capability.require(backend)
+        capability.choose(backend, self.recipe)
         self.precision: Any = preset
         self.arguments: dict[str, Any] = {"preset": preset, "overrides": overrides, "backend": backend}
         self._conversions: list[tuple[weakref.ref[nn.Module], ConversionReport]] = []  # Fabric may set up several
@@ -66,7 +67,7 @@ class BlockScaledMixin:
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module` in place and return it."""
-        report = convert(module, self.recipe, backend=self.arguments["backend"])
+        report = convert(module, self.recipe, backend=self.arguments["backend"], device=self._target(module))
         for decision in report.converted:
             for name, parameter in module.get_submodule(decision.path).named_parameters(recurse=False):
                 if parameter.requires_grad and parameter.dtype != torch.float32:
@@ -76,7 +77,11 @@ class BlockScaledMixin:
                         "master weights. Call model.float() before fit (from_pretrained keeps the checkpoint's dtype)."
                     )
         if torch.cuda.is_available() and report.converted:
-            self_test.require(torch.device("cuda", torch.cuda.current_device()))
+            device = torch.device("cuda", torch.cuda.current_device())
+            self_test.require(device)
+            if report.backend == "te":
+                gemms = {d.gemm for d in report.converted if d.gemm and d.path not in report.emulated}
+                known_answer.require(frozenset(gemms), device)
         parts = {id(part) for part in module.modules()}
         others = [pair for pair in self._conversions if (other := pair[0]()) is not None and id(other) not in parts]
         self._conversions = [*others, (weakref.ref(module), report)]
@@ -104,6 +109,10 @@ class BlockScaledMixin:
         module = self._module()
         parameter = next(module.parameters(), None) if module else None
         return parameter.device.type if parameter is not None else self.device  # type: ignore[attr-defined]
+
+    def _target(self, module: nn.Module) -> str | None:
+        """Return the type of the device that `module` will run on, where that is known."""
+        return None
 
     def teardown(self) -> None:
         """Give every module back as it was."""
@@ -144,6 +153,10 @@ def _seeds_device(module: nn.Module | None) -> torch.device | None:
 
 class TrainerPart(BlockScaledMixin):
     """Where the Trainer tells about steps: its ``global_step``, so that a resumed run draws the same bits."""
+
+    def _target(self, module: nn.Module) -> str | None:
+        trainer = getattr(module, "_trainer", None)
+        return None if trainer is None else trainer.strategy.root_device.type
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:

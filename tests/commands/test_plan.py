@@ -77,3 +77,22 @@ def test_a_full_recipe_and_its_overlays_give_the_precision() -> None:
         find_recipe([{"trainer": {"precision": "bf16-mixed"}}], None)
     plugin = {"class_path": "lightning_nvfp4.BlockScaledPrecision", "init_args": {"overrides": {"keep_last_blocks": 3}}}
     assert find_recipe([{"trainer": {"plugins": [plugin]}}], None).keep_last_blocks == 3
+
+
+@pytest.mark.parametrize(
+    ("capability", "words"),
+    [
+        ("10.0", ["Transformer Engine 2.20 on compute capability 10.0", "CustomRecipe", "StochasticMXFP8Quantizer"]),
+        ("9.0", ["emulated: compute capability 9.0", "row_scaled_nvfp4=True"]),
+    ],
+)
+def test_the_quantizers_of_another_gpu(capability: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--config", "recipes/model/tiny-moe.yaml", "--compute-capability", capability]
+    assert cli.main(arguments) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert all(word in printed for word in words)
+
+
+def test_a_compute_capability_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--config", "recipes/model/tiny-moe.yaml", "--compute-capability", "sm100"]) != 0
+    assert "10.0 for a B200" in capsys.readouterr().err

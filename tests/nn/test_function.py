@@ -27,7 +27,7 @@ def by_definition(x_RK, w_NK, dy_RN, gemm, numerics):
     y = x_forward @ w_forward.T
     x_source, w_source = x, w_NK
     if gemm.source == "dequantized":
-        x_source = x_forward.float() if gemm.fprop_input else x
+        x_source = x_forward.bfloat16() if gemm.fprop_input else x
         w_source = w_forward.float() if gemm.fprop_weight else w_NK
     seed = numerics.seed
     dx = decode(dy, gemm.dgrad_grad_output, -1, seed("dgrad_grad_output")) @ decode(w_source, gemm.dgrad_weight, 0)

@@ -116,13 +116,16 @@ def test_both_directions_in_one_pass_are_two_quantizations(name: str, shape: tup
 @pytest.mark.parametrize("source", ["nvfp4", "nvfp4-row", "nvfp4-2d"])
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8-sr", "mxfp8-2d", "fp8"])
 @pytest.mark.parametrize("shape", [(37, 50), (64, 64), (3, 20, 40)], ids=str)
-def test_requantization_is_decoding_and_quantizing(source: str, name: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("between", [torch.float32, torch.bfloat16], ids=str)
+def test_requantization_is_decoding_and_quantizing(
+    source: str, name: str, shape: tuple[int, ...], between: torch.dtype
+) -> None:
     q = quantize(normal(*shape), COVERED[source])
     dim = len(shape) - 2
-    expected, _ = quantize_values(q.dequantize(), COVERED[name], dim=dim, seed=9, backend="reference")
+    expected, _ = quantize_values(q.dequantize(between), COVERED[name], dim=dim, seed=9, backend="reference")
     parts = [None if t is None else t.to(DEVICE) for t in q.tensors()]
     moved = QuantizedTensor.from_tensors(q.meta, parts)
-    ours, _ = requantize_values(moved, COVERED[name], dim=dim, seed=9, backend="triton")
+    ours, _ = requantize_values(moved, COVERED[name], dim=dim, seed=9, backend="triton", source=between)
     assert_values_equal(ours.cpu(), expected)
 
 

@@ -91,6 +91,7 @@ def requantize(
     dim: int,
     seed: int | Tensor,
     dtype: torch.dtype,
+    source: torch.dtype,
 ) -> Tensor | None:
     """Implement `ops.interface.Backend.requantize`: always two steps."""
     return None

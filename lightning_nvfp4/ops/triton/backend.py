@@ -85,6 +85,7 @@ def requantize(
     dim: int,
     seed: int | Tensor,
     dtype: torch.dtype,
+    source: torch.dtype,
 ) -> Tensor | None:
     """Implement `ops.interface.Backend.requantize`: from NVFP4 along the last dim to MXFP8 along the one before."""
     codes, block_scale, tensor_scale, _ = tensors
@@ -92,13 +93,13 @@ def requantize(
     from_rows = meta.spec.format == "nvfp4" and not meta.spec.hadamard and meta.dim == ndim - 1
     if not from_rows or not _plain_mxfp8(spec) or dim != ndim - 2 or ndim > 3 or tensor_scale is None:
         return None
-    if tensor_scale.ndim and tensor_scale.shape[-1] != 1:
+    if (tensor_scale.ndim and tensor_scale.shape[-1] != 1) or source not in (torch.float32, torch.bfloat16):
         return None
     seed = _seed(seed, spec, codes)
     if torch.compiler.is_compiling():
         text = traced.written(spec)
-        return traced.requantize(codes, block_scale, tensor_scale, list(meta.shape), text, seed, dtype)
-    return launch.requantize(codes, block_scale, tensor_scale, meta.shape, spec, seed, dtype)
+        return traced.requantize(codes, block_scale, tensor_scale, list(meta.shape), text, seed, dtype, source)
+    return launch.requantize(codes, block_scale, tensor_scale, meta.shape, spec, seed, dtype, source)
 
 
 def rows(

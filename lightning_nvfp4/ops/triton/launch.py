@@ -175,6 +175,7 @@ def requantize(
     spec: QuantSpec,
     seed: Tensor,
     values: torch.dtype,
+    source: torch.dtype,
 ) -> Tensor:
     """Dequantize NVFP4 codes along the last dim and quantize along the one before it, in one pass.
 
@@ -186,6 +187,7 @@ def requantize(
         spec: ``mxfp8`` with blocks of one row, no RHT.
         seed: 0-dim int64 for stochastic rounding by index in the dequantized tensor.
         values: dtype of the result.
+        source: dtype that the dequantized tensor is rounded to in between.
 
     Returns:
         Unscaled values of `source_shape`.
@@ -197,6 +199,7 @@ def requantize(
     launch(
         matrix_kernel.requantize_kernel, (ceil_div(k, 256), ceil_div(n, 32), math.prod(experts)), codes,
         codes, block_scale, scale, out, seed, n, k, codes.shape[-1], block_scale.shape[-1], *scale.stride(),
+        BF16=source == torch.bfloat16,
         ALIGNED=k % 4 == 0, EVEN=n % 32 == 0 and k % 256 == 0, K_TILE=256, num_warps=4,
         **{name: constants[name] for name in _MATRIX_CONSTANTS},
     )  # fmt: skip

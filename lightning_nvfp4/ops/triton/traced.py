@@ -101,9 +101,10 @@ def requantize(
     spec: str,
     seed: Tensor,
     dtype: torch.dtype,
+    source: torch.dtype,
 ) -> Tensor:
     """`launch.requantize`."""
-    return launch.requantize(codes, block_scale, tensor_scale, tuple(shape), _read(spec), seed, dtype)
+    return launch.requantize(codes, block_scale, tensor_scale, tuple(shape), _read(spec), seed, dtype, source)
 
 
 @_operator

@@ -18,6 +18,7 @@ from lightning_nvfp4.ops.triton.device.elements import (
     with_sign,
     with_sign_code,
 )
+from lightning_nvfp4.ops.triton.device.tiles import to_bf16
 
 
 @triton.jit
@@ -111,6 +112,7 @@ def requantize_kernel(
     source_blocks,
     tensor_stride_e,
     tensor_stride_n,
+    BF16: tl.constexpr,
     M: tl.constexpr,
     E: tl.constexpr,
     MAX: tl.constexpr,
@@ -149,6 +151,8 @@ def requantize_kernel(
         scale = tl.reshape(tl.broadcast_to(scale[:, None], (K_TILE // 16, 16)), (K_TILE,))
         tensor = tl.load(tensor_at + i * tensor_stride_n, mask=here, other=0.0)
         x = (decode_float(code, 1, 0, 3) * scale) * tensor
+        if BF16:
+            x = to_bf16(x)
         top = tl.maximum(top, as_bits(x) & MAGNITUDE)
         rows = rows + (x,)
     _, value, factor = e8m0_scales(top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
