@@ -127,13 +127,14 @@ def quantize(
         out_values = torch.empty(out_shape, dtype=values, device=x.device)
         vs = view(out_shape, dim).strides
     if index is None and down_columns(spec, v):
-        tile = 512
+        tile = 256 if codes and block == 32 else 512
+        blocks = 4 if codes and num_c % 4 == 0 else 1
         launch(
-            column_kernel.columns_kernel, (num_c, ceil_div(nl, tile), na * nb), x,
+            column_kernel.columns_kernel, (num_c // blocks, ceil_div(nl, tile), na * nb), x,
             x, given(sixth, x), given(tensor_scale, x), stored_codes, given(out_scale, x), given(out_values, x), seed,
             nl, num_c, max(strides[:2]), *strides[2:],
             HAS_CODES=codes, HAS_VALUES=values is not None, EVEN=nl % tile == 0,
-            **{name: constants[name] for name in _COLUMN_CONSTANTS}, L_TILE=tile, num_warps=4,
+            **{name: constants[name] for name in _COLUMN_CONSTANTS}, BLOCKS=blocks, L_TILE=tile, num_warps=4,
         )  # fmt: skip
         return out_codes, out_scale, out_values, tensor_scale, amax_
     draw_axis = -1
@@ -162,7 +163,7 @@ def quantize(
         "HAS_VALUES": values is not None,
         "DRAW_AXIS": draw_axis,
     }
-    tile = {"L_TILE": rows, "C": c, "num_warps": warps_of(rows * c * block)}
+    tile = {"L_TILE": rows, "C": c, "num_warps": warps_of(rows * c * block // (2 if whole else 1))}
     launch(kernels.quantize_kernel, grid, x, *arguments, **flags, **constants, **tile)
     return out_codes, out_scale, out_values, tensor_scale, amax_
 

@@ -50,64 +50,71 @@ def columns_kernel(
     SIGNS: tl.constexpr,
     HADAMARD: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     L_TILE: tl.constexpr,
 ):
-    """Quantize one block of each of L_TILE columns of x (B, K, L); see `launch.columns`. Grid: (C, tiles of L, B)."""
-    c, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    k0 = c * BLOCK
-    l = tl.program_id(1) * L_TILE + tl.arange(0, L_TILE)
-    always = tl.full((1,), 1, tl.int1)  # whole tiles need no masks
-    inside = always if EVEN else l < num_l
-    base = (b * num_c * BLOCK + k0) * num_l
-    x_at = x_ptr + base + l
-    rows = ()
-    for i in tl.static_range(BLOCK):
-        rows = rows + (tl.load(x_at + i * num_l, mask=inside, other=0.0).to(tl.float32),)
-    if HADAMARD:
-        rows = _transform(rows, SIGNS)
-    top = as_bits(rows[0]) & MAGNITUDE
-    for i in tl.static_range(1, BLOCK):
-        top = tl.maximum(top, as_bits(rows[i]) & MAGNITUDE)
-    sixth = 0.0
-    decode = 0.0
-    if NV:
-        at = b * msb + l * msl + c * msc
-        sixth = tl.load(sixth_ptr + at, mask=inside, other=0.0)
-        decode = tl.load(tensor_ptr + at, mask=inside, other=0.0)
-    scale_code, scale, factor = scales_of(top, sixth, decode, NV, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
+    """Quantize BLOCKS blocks of each of L_TILE columns of x (B, K, L); see `launch.quantize`.
+
+    Grid: (C / BLOCKS, tiles of L, B). Codes and scales lie along K, so that more blocks make longer writes.
+    """
+    c0, b = tl.program_id(0) * BLOCKS, tl.program_id(2).to(tl.int64)
+    l0 = tl.program_id(1) * L_TILE
+    l = l0 + tl.arange(0, L_TILE)
+    inside = tl.full((1,), 1, tl.int1) if EVEN else l < num_l  # whole tiles need no masks
     seed = tl.load(seed_ptr)
-    values_at = values_ptr + base + l
-    words = ()
+    line = b * num_l + l
     per_word: tl.constexpr = 32 // (TOP + 1)
-    size: tl.constexpr = BLOCK // per_word
-    for i in tl.static_range(BLOCK):
-        x = rows[i]
-        random = as_bits(x)
-        if SR > 0:
-            random = random_row(seed, base + i * num_l + tl.program_id(1) * L_TILE, L_TILE)
-        value, code = round_float(x * factor, random, M, E, MAX, SR, SATURATE)
-        if HAS_VALUES:
-            value = (with_sign(value, x) * scale).to(values_ptr.dtype.element_ty)
-            tl.store(values_at + i * num_l, value, mask=inside)
+    words_per_block: tl.constexpr = BLOCK // per_word
+    scale_codes = tl.zeros((L_TILE,), tl.int32)
+    for j in range(BLOCKS):
+        base = (b * num_c + c0 + j) * BLOCK * num_l
+        rows = ()
+        for i in tl.static_range(BLOCK):
+            rows = rows + (tl.load(x_ptr + base + l + i * num_l, mask=inside, other=0.0).to(tl.float32),)
+        if HADAMARD:
+            rows = _transform(rows, SIGNS)
+        top = as_bits(rows[0]) & MAGNITUDE
+        for i in tl.static_range(1, BLOCK):
+            top = tl.maximum(top, as_bits(rows[i]) & MAGNITUDE)
+        sixth = 0.0
+        decode = 0.0
+        if NV:
+            at = b * msb + l * msl + (c0 + j) * msc
+            sixth = tl.load(sixth_ptr + at, mask=inside, other=0.0)
+            decode = tl.load(tensor_ptr + at, mask=inside, other=0.0)
+        scale_code, scale, factor = scales_of(top, sixth, decode, NV, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
+        scale_codes = _shifted(scale_codes, 8) | (scale_code << 24)
+        word = top
+        words = ()
+        for i in tl.static_range(BLOCK):
+            x = rows[i]
+            random = as_bits(x)
+            if SR > 0:
+                random = random_row(seed, base + i * num_l + l0, L_TILE)
+            value, code = round_float(x * factor, random, M, E, MAX, SR, SATURATE)
+            if HAS_VALUES:
+                value = (with_sign(value, x) * scale).to(values_ptr.dtype.element_ty)
+                tl.store(values_ptr + base + l + i * num_l, value, mask=inside)
+            if HAS_CODES:
+                code = (code << (31 - TOP)) | (as_bits(x) & SIGN)
+                word = code if i % per_word == 0 else code | _shifted(word, TOP + 1)
+                if i % per_word == per_word - 1:
+                    words = words + (word & tl.where(top >= EXPONENT, 0, -1),)
         if HAS_CODES:
-            code = (code << (31 - TOP)) | (as_bits(x) & SIGN)
-            if i % per_word == 0:
-                word = code
+            at = codes_ptr + (line * num_c + c0 + j) * words_per_block
+            if words_per_block == 2:
+                joined = tl.join(words[0], words[1])
             else:
-                word = code | _shifted(word, TOP + 1)
-            if i % per_word == per_word - 1:
-                words = words + (word & tl.where(top >= EXPONENT, 0, -1),)
+                even = tl.join(tl.join(words[0], words[4]), tl.join(words[2], words[6]))
+                odd = tl.join(tl.join(words[1], words[5]), tl.join(words[3], words[7]))
+                joined = tl.reshape(tl.join(even, odd), (L_TILE, 8))
+            tl.store(at[:, None] + tl.arange(0, words_per_block)[None, :], joined, mask=inside[:, None])
     if HAS_CODES:
-        line = b * num_l + l
-        tl.store(scale_ptr + line * num_c + c, scale_code.to(tl.uint8), mask=inside)
-        at = codes_ptr + line * (num_c * size) + c * size
-        if size == 2:
-            joined = tl.join(words[0], words[1])
+        at = scale_ptr + line * num_c + c0
+        if BLOCKS == 4:
+            tl.store(at.to(tl.pointer_type(tl.int32)), scale_codes, mask=inside)
         else:
-            low = tl.join(tl.join(words[0], words[4]), tl.join(words[2], words[6]))
-            high = tl.join(tl.join(words[1], words[5]), tl.join(words[3], words[7]))
-            joined = tl.reshape(tl.join(low, high), (L_TILE, size))
-        tl.store(at[:, None] + tl.arange(0, size)[None, :], joined, mask=inside[:, None])
+            tl.store(at, (scale_codes >> 24).to(tl.uint8), mask=inside)
 
 
 @triton.jit
