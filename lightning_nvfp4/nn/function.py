@@ -31,6 +31,8 @@ from lightning_nvfp4.ops.te import plan as te_plan
 from lightning_nvfp4.recipe import GemmRecipe, QuantSpec
 
 Seeds = dict[str, int | Tensor]
+COMPILES = torch.__version__ >= (2, 13)
+"""Whether torch.compile traces these layers; graphs of torch 2.11 gave zeros for their gradients."""
 
 
 def grouped_linear(
@@ -64,6 +66,10 @@ def grouped_linear(
         gemm = numerics.effective()
         _, x = _forward_input(x_RK, gemm, numerics, groups, packed=False)
         return _fprop(x, _inference_weight(w_ENK, gemm, numerics), bias_EN, groups, numerics, out_dtype)
+
+
+if not COMPILES:
+    grouped_linear = torch.compiler.disable(grouped_linear)
 
 
 def _is_native(x_RK: Tensor, numerics: LayerNumerics) -> bool:

@@ -66,7 +66,7 @@ class EmulatedQuantizer(te.Quantizer):
             return quantize(flat, self.spec, dim=dim, seed=self.gradient.seed)
         codes, scales = self.gradient.quantized(flat, self.spec, dim)
         if dim == 0:
-            codes, scales = codes.t(), scales.t()
+            codes, scales = codes.t().contiguous(), scales.t().contiguous()
         return QuantizedTensor(codes, scales, None, None, self.spec, tuple(flat.shape), dim)
 
     def is_requantization_safe(self) -> bool:

@@ -114,8 +114,10 @@ def grouped_linear(
     rows = len(x_RK)
     x_RK = x_RK.to(torch.bfloat16)
     weights = stand_ins(w_ENK)
+    padding = -rows % ROWS if len(weights) == 1 else 0
+    if padding:  # a padding of nothing, and a slice of all, would be copies
+        x_RK = torch.nn.functional.pad(x_RK, (0, 0, 0, padding))
     if len(weights) == 1:
-        x_RK = torch.nn.functional.pad(x_RK, (0, 0, 0, -rows % ROWS))
         parameters = {"weight": weights[0]}
         splits = ()
         if bias_EN is not None:
@@ -127,7 +129,8 @@ def grouped_linear(
             parameters |= {f"bias{e}": bias for e, bias in enumerate(bias_EN.unbind(0))}
     with torch.autocast("cuda", torch.bfloat16, cache_enabled=False), te.autocast(enabled=True, recipe=layer.recipe):
         y_RN = torch.func.functional_call(layer.module, parameters, (x_RK, *splits), tie_weights=False)
-    return layer.gradient.announced(y_RN, seed)[:rows].to(out_dtype)
+    y_RN = layer.gradient.announced(y_RN, seed)
+    return (y_RN[:rows] if padding else y_RN).to(out_dtype)
 
 
 def _splits(groups: Groups, fused: bool, device: torch.device) -> Tensor:

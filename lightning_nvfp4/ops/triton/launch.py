@@ -193,6 +193,7 @@ def requantize(
     Returns:
         Unscaled values of `source_shape`.
     """
+    codes, block_scale = codes.contiguous(), block_scale.contiguous()
     constants = constants_of(spec)
     *experts, n, k = source_shape
     out = torch.empty(*experts, n, k, dtype=values, device=codes.device)
@@ -234,6 +235,7 @@ def decode(
             negative), whose other rows are zeros.
         num_rows: rows of the result under `index`.
     """
+    codes, block_scale = codes.contiguous(), block_scale.contiguous()
     constants = constants_of(spec)
     if not inverse:
         shape = (*shape[:dim], stored_length(shape[dim], spec), *shape[dim + 1 :])
