@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.torch_version import TorchVersion
 
 from lightning_nvfp4.formats.rounding import STOCHASTIC
 from lightning_nvfp4.nn.context import LayerNumerics
@@ -31,7 +32,7 @@ from lightning_nvfp4.ops.te import plan as te_plan
 from lightning_nvfp4.recipe import GemmRecipe, QuantSpec
 
 Seeds = dict[str, int | Tensor]
-COMPILES = torch.__version__ >= (2, 13)
+COMPILES = TorchVersion(torch.__version__) >= "2.13"
 """Whether torch.compile traces these layers; graphs of torch 2.11 gave zeros for their gradients."""
 
 
@@ -69,7 +70,7 @@ def grouped_linear(
 
 
 if not COMPILES:
-    grouped_linear = torch.compiler.disable(grouped_linear)
+    grouped_linear = torch.compiler.disable(grouped_linear)  # pyright: ignore[reportAssignmentType]
 
 
 def _is_native(x_RK: Tensor, numerics: LayerNumerics) -> bool:
