@@ -156,6 +156,12 @@ class GemmRecipe:
                     f"cancel in the product (got {a and a.hadamard} and {b and b.hadamard}): set both."
                 )
 
+    @property
+    def tokens_alignment(self) -> int:
+        """Multiple to which an expert's rows are padded, so that no block along tokens spans two experts."""
+        specs = (self.wgrad_grad_output, self.wgrad_input)
+        return max([max(spec.block[1], spec.hadamard or 0) for spec in specs if spec and spec.block], default=1)
+
     def forward_name(self) -> str:
         """Return the format of the forward GEMM, for tables."""
         return _pair_name(self.fprop_input, self.fprop_weight)

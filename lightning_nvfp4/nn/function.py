@@ -38,6 +38,7 @@ def grouped_linear(
     counts: Sequence[int] | Groups,
     numerics: LayerNumerics,
     out_dtype: torch.dtype,
+    codes: QuantizedTensor | None = None,
 ) -> Tensor:
     """Return ``x @ w[e]^T + bias[e]`` for the rows of each expert, in the layer's numerics.
 
@@ -49,23 +50,18 @@ def grouped_linear(
             tokens (`nn.experts` pads).
         numerics: quantizers, seeds and backend of the layer.
         out_dtype: dtype of the result and, in backward, of the input's gradient if the input is of it.
+        codes: x already quantized as the recipe's `fprop_input`; x then only carries the gradient.
 
     Returns:
         (R, N) of `out_dtype`. Gradients: of x in x's dtype, of w and bias in theirs, accumulated in FP32.
     """
     groups = Groups.of(counts)
     if torch.is_grad_enabled() and (x_RK.requires_grad or w_ENK.requires_grad):
-        return _GroupedLinear.apply(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype)
+        return _GroupedLinear.apply(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype, codes)
     with torch.autocast(x_RK.device.type, enabled=False):
         gemm = numerics.effective()
-        _, x = _forward_input(x_RK, gemm, numerics, groups, packed=False)
+        _, x = _forward_input(x_RK, codes, gemm, numerics, groups, packed=False)
         return _fprop(x, _inference_weight(w_ENK, gemm, numerics), bias_EN, groups, numerics, out_dtype)
-
-
-def tokens_alignment(gemm: GemmRecipe) -> int:
-    """Return the multiple to which an expert's rows are padded, so that no block along tokens spans two experts."""
-    specs = (gemm.wgrad_grad_output, gemm.wgrad_input)
-    return max([max(spec.block[1], spec.hadamard or 0) for spec in specs if spec and spec.block], default=1)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -78,12 +74,13 @@ class _GroupedLinear(torch.autograd.Function):
         groups: Groups,
         numerics: LayerNumerics,
         out_dtype: torch.dtype,
+        codes: QuantizedTensor | None,
     ) -> Tensor:
         with torch.autocast(x_RK.device.type, enabled=False):
             gemm = numerics.effective()
             # What the backward starts from is kept as packed codes; a weight's original is there anyway.
             packed = gemm.source == "dequantized"
-            x_codes, x = _forward_input(x_RK, gemm, numerics, groups, packed and ctx.needs_input_grad[1])
+            x_codes, x = _forward_input(x_RK, codes, gemm, numerics, groups, packed and ctx.needs_input_grad[1])
             w_codes, w = _forward_weight(w_ENK, gemm, numerics, packed)
             y = _fprop(x, w, bias_EN, groups, numerics, out_dtype)
             saved_x = None
@@ -130,7 +127,7 @@ class _GroupedLinear(torch.autograd.Function):
                 ).to(ctx.w_dtype)
             if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
                 dbias = _bias_grad(dy_RN, groups, numerics.backend).to(ctx.bias_dtype)
-        return dx, dw, dbias, None, None, None
+        return dx, dw, dbias, None, None, None, None
 
 
 def _seeds(numerics: LayerNumerics, gemm: GemmRecipe) -> Seeds:
@@ -145,8 +142,16 @@ def _seed(numerics: LayerNumerics, gemm: GemmRecipe, operand: str) -> int | Tens
 
 
 def _forward_input(
-    x_RK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics, groups: Groups, packed: bool
+    x_RK: Tensor,
+    codes: QuantizedTensor | None,
+    gemm: GemmRecipe,
+    numerics: LayerNumerics,
+    groups: Groups,
+    packed: bool,
 ) -> tuple[QuantizedTensor | None, Operand]:
+    if codes is not None:
+        assert codes.spec == gemm.fprop_input and gemm.source == "dequantized"
+        return codes if packed else None, Operand(codes.operand(operand_dtype(x_RK)), codes.tensor_scale)
     if gemm.fprop_input is None:
         return None, Operand.bf16(x_RK)
     seed = _seed(numerics, gemm, "fprop_input")

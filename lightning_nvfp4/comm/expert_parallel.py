@@ -1,0 +1,119 @@
+"""The expert-parallel forward of an experts module, as an `EPImplementation` of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.distributed.expert_parallel import EPImplementation
+
+from lightning_nvfp4.comm.all_to_all import Exchange, combine, dispatch, dispatch_codes
+from lightning_nvfp4.comm.codec import BlockCodec, Codec, PlainCodec
+from lightning_nvfp4.comm.link import Link, Traffic
+from lightning_nvfp4.comm.routing import plan_route
+from lightning_nvfp4.ops import Groups, QuantizedTensor
+from lightning_nvfp4.recipe import GemmRecipe
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """In the place of `top_k_index`: the rows are sorted by expert and padded already, and are to stay so.
+
+    Attributes:
+        groups: rows of each expert.
+        codes: the rows as the first GEMM's quantized input, if they arrived so; their tensor then has no content.
+    """
+
+    groups: Groups
+    codes: QuantizedTensor | None = None
+
+
+class _Numerics(Protocol):
+    """What is asked of a converted layer; `nn.context.LayerNumerics` is one."""
+
+    gemm: GemmRecipe
+
+    def effective(self) -> GemmRecipe: ...
+
+
+@dataclass
+class Communication:
+    """The settings that all experts modules of a model share, and what they count.
+
+    Attributes:
+        codecs: one for each of `link.LEGS`.
+        consistent: results do not depend on the expert-parallel size.
+        traffic: bytes sent by this rank.
+    """
+
+    codecs: dict[str, Codec]
+    consistent: bool = False
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+class CompressedAllToAll(EPImplementation):
+    """All-to-all expert parallelism with a codec on every leg.
+
+    An experts module in a block-scaled precision gets its rows sorted, padded and, where the wire's codes are what its
+    GEMM would make of them, still quantized; any other runs its own forward on the rows it receives.
+
+    Args:
+        experts: the module, its parameters already those of this rank.
+        ep_mesh, tp_mesh: as transformers gives them; tensor parallelism is not supported.
+        communication: settings and counters.
+    """
+
+    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any, *, communication: Communication) -> None:
+        self.experts, self.communication = experts, communication
+        self.experts_forward = experts.forward
+        self.num_local_experts = experts.num_experts
+        self.link = Link(None if ep_mesh is None else ep_mesh.get_group(), communication.traffic)
+        if tp_mesh is not None and tp_mesh.size() > 1:
+            raise ValueError("The compressed all-to-all has no tensor parallelism: use tp_size=1.")
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted outputs (T, D) of the tokens (T, D) that this rank holds."""
+        layers: tuple[_Numerics, ...] | None = getattr(self.experts, "block_scaled_numerics", None)
+        alignment = 1 if layers is None else max(layer.gemm.tokens_alignment for layer in layers)
+        consistent = self.communication.consistent
+        route = plan_route(top_k_index, self.num_local_experts, self.link, alignment, per_source=consistent)
+        exchange = Exchange(self.link, self.communication.codecs, route, consistent)
+        if layers is None:
+            x_RD = dispatch(hidden_states, exchange, hidden_states.dtype, hidden_states.dtype)
+            y_RD = self._own_forward(x_RD, route.groups)
+        else:
+            y_RD = self._converted_forward(hidden_states, exchange, layers[0].effective())
+        return combine(y_RD, top_k_weights, exchange).to(hidden_states.dtype)
+
+    def _converted_forward(self, x_TD: Tensor, exchange: Exchange, gemm: GemmRecipe) -> Tensor:
+        codec, groups = exchange.codecs["dispatch_forward"], exchange.route.groups
+        if takes_codes(gemm, codec):
+            carrier, codes = dispatch_codes(x_TD.to(torch.bfloat16), exchange, torch.bfloat16)
+            return self.experts_forward(carrier, ExpertRows(groups, codes), None)
+        # These experts round their input to BF16, so that nothing is lost by sending it so.
+        dtype = x_TD.dtype if isinstance(codec, PlainCodec) else torch.bfloat16
+        x_RD = dispatch(x_TD, exchange, torch.bfloat16, dtype)
+        return self.experts_forward(x_RD, ExpertRows(groups), None)
+
+    def _own_forward(self, x_RD: Tensor, groups: Groups) -> Tensor:
+        if not len(x_RD):
+            # One row keeps the graph, so that the ranks' collectives in backward meet.
+            row = x_RD.sum(0, keepdim=True)
+            return self.experts_forward(row, groups_index(groups, 1, x_RD.device), row.new_ones(1, 1))[:0]
+        index = groups_index(groups, len(x_RD), x_RD.device)
+        return self.experts_forward(x_RD, index, x_RD.new_ones(len(x_RD), 1))
+
+
+def groups_index(groups: Groups, num_rows: int, device: torch.device) -> Tensor:
+    """Return the expert of each row as top-1 ids int64 (R, 1)."""
+    return groups.expert_of(torch.arange(num_rows, device=device)).clamp(max=groups.num - 1).unsqueeze(1)
+
+
+def takes_codes(gemm: GemmRecipe, codec: Codec) -> bool:
+    """Return whether the codec's codes of a row are those that a layer's first GEMM makes of it, and all it needs.
+
+    The backward has to start from the quantized input too, since the original stays where it came from.
+    """
+    return isinstance(codec, BlockCodec) and gemm.fprop_input == codec.spec and gemm.source == "dequantized"
