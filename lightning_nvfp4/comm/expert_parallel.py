@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.distributed.expert_parallel import EPImplementation
 
 from lightning_nvfp4.comm.all_to_all import Exchange, combine, dispatch, dispatch_codes
-from lightning_nvfp4.comm.codec import BlockCodec, Codec, PlainCodec
+from lightning_nvfp4.comm.codec import BlockCodec, Codec, PlainCodec, find_codec
 from lightning_nvfp4.comm.link import Link, Traffic
 from lightning_nvfp4.comm.routing import plan_route
 from lightning_nvfp4.ops import Groups, QuantizedTensor
@@ -43,14 +43,17 @@ class Communication:
     """The settings that all experts modules of a model share, and what they count.
 
     Attributes:
-        codecs: one for each of `link.LEGS`.
+        names: the codec of each of `link.LEGS`.
         consistent: results do not depend on the expert-parallel size.
         traffic: bytes sent by this rank.
     """
 
-    codecs: dict[str, Codec]
+    names: dict[str, str]
     consistent: bool = False
     traffic: Traffic = field(default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        self.codecs: dict[str, Codec] = {leg: find_codec(name) for leg, name in self.names.items()}
 
 
 class CompressedAllToAll(EPImplementation):
