@@ -92,13 +92,16 @@ class CompressedAllToAll(EPImplementation):
 
     def _converted_forward(self, x_TD: Tensor, exchange: Exchange, gemm: GemmRecipe) -> Tensor:
         codec, groups = exchange.codecs["dispatch_forward"], exchange.route.groups
+        device = x_TD.device.type
+        # Codes have fewer bits than BF16: the rows' gradients need no more either where the rest runs in BF16.
+        dtype = x_TD.dtype
+        if not isinstance(codec, PlainCodec) and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         if takes_codes(gemm, codec):
-            carrier, codes = dispatch_codes(x_TD.to(torch.bfloat16), exchange, torch.bfloat16)
+            carrier, codes = dispatch_codes(x_TD.to(torch.bfloat16), exchange, dtype)
             return self.experts_forward(carrier, ExpertRows(groups, codes), None)
         # These experts round their input to BF16, so that nothing is lost by sending it so.
-        dtype = x_TD.dtype if isinstance(codec, PlainCodec) else torch.bfloat16
-        x_RD = dispatch(x_TD, exchange, torch.bfloat16, dtype)
-        return self.experts_forward(x_RD, ExpertRows(groups), None)
+        return self.experts_forward(dispatch(x_TD, exchange, torch.bfloat16, dtype), ExpertRows(groups), None)
 
     def _own_forward(self, x_RD: Tensor, groups: Groups) -> Tensor:
         if not len(x_RD):
