@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,29 @@ LEGS = ("dispatch_forward", "combine_forward", "dispatch_backward", "combine_bac
 
 
 class RankLostError(RuntimeError):
-    """An exchange failed because another rank of the group has ended, or hangs."""
+    """A collective failed because another rank has ended, or hangs."""
+
+
+@contextmanager
+def reported(what: str) -> Iterator[None]:
+    """Turn the failure of a collective inside into a `RankLostError` that says so.
+
+    Over NCCL a rank that is gone shows first as a timeout, with which torch's watchdog ends the process by itself.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RankLostError) or not _of_collective(error):
+            raise
+        raise RankLostError(
+            f"{what}: rank {dist.get_rank()} of {dist.get_world_size()} could not communicate: "
+            f"{str(error).strip()[:500]} Another rank has ended or hangs; this one only waited for it. Look at the log "
+            "of the rank that stopped first, then continue from the last checkpoint."
+        ) from error
+
+
+def _of_collective(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "Gloo", "NCCL"))
 
 
 class Traffic:
@@ -63,7 +87,8 @@ class Link:
         if self.group is None:
             return counts_PE
         received = torch.empty_like(counts_PE)
-        self._check(lambda: dist.all_to_all_single(received, counts_PE.contiguous(), group=self.group), "counts")
+        with reported("expert parallelism, exchange of counts"):
+            dist.all_to_all_single(received, counts_PE.contiguous(), group=self.group)
         return received
 
     def start(
@@ -81,36 +106,23 @@ class Link:
         self.traffic.add(leg, rows_RB.numel(), 2 * len(rows_RB) * num_columns)
         out = rows_RB.new_empty(sum(receive), rows_RB.shape[1])
         if self.group is None:
-            return Pending(self, out, None, leg)
-        work = self._check(
-            lambda: dist.all_to_all_single(out, rows_RB, list(receive), list(send), group=self.group, async_op=True),
-            leg,
-        )
-        return Pending(self, out, (work, rows_RB), leg)
-
-    def _check(self, call: object, leg: str) -> object:
-        try:
-            return call()  # type: ignore[operator]
-        except RuntimeError as error:
-            assert self.group is not None
-            ranks = dist.get_process_group_ranks(self.group)
-            raise RankLostError(
-                f"expert parallelism, {leg}: rank {dist.get_rank()} could not exchange rows with ranks {ranks}: "
-                f"{str(error).strip()}. One of them has ended or hangs; this one only waited for it. Look at the log "
-                "of the rank that stopped first, then continue from the last checkpoint."
-            ) from error
+            return Pending(out, None, leg)
+        with reported(f"expert parallelism, {leg}"):
+            work = dist.all_to_all_single(out, rows_RB, list(receive), list(send), group=self.group, async_op=True)
+        return Pending(out, (work, rows_RB), leg)
 
 
 class Pending:
     """A transfer on its way."""
 
-    def __init__(self, link: Link, out: Tensor, work: object, leg: str) -> None:
-        self._link, self._out, self._work, self._leg = link, out, work, leg
+    def __init__(self, out: Tensor, work: tuple[Any, Tensor] | None, leg: str) -> None:
+        self._out, self._work, self._leg = out, work, leg
 
     def wait(self) -> Tensor:
         """Return the received rows uint8, those of rank 0 first."""
         if self._work is not None:
-            work, _ = self._work  # type: ignore[misc]  # what is sent must live until then
-            self._link._check(work.wait, self._leg)
+            work, _ = self._work  # what is sent has to live until here
+            with reported(f"expert parallelism, {self._leg}"):
+                work.wait()
             self._work = None
         return self._out

@@ -27,7 +27,7 @@ from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.distributed.utils import TransformersDeviceMesh
 
 from lightning_nvfp4.comm.expert_parallel import Communication, CompressedAllToAll
-from lightning_nvfp4.comm.link import LEGS
+from lightning_nvfp4.comm.link import LEGS, reported
 from lightning_nvfp4.errors import UserError, unknown
 from lightning_nvfp4.selection import is_experts
 from lightning_nvfp4.strategies import sharded_checkpoint
@@ -139,6 +139,7 @@ class ExpertParallelMixin(_Base):
                     for names, shape in shapes.items()
                 )
             )
+            _group_tied_weights(model)
             layout = DistributedConfig(fsdp_size=world, ep_size=size, ep_implementation=self._implementation)
             model = type(model).maybe_distribute_model(model, layout, meshes)
         if size == 1 and self.communication.consistent:
@@ -181,7 +182,8 @@ class ExpertParallelMixin(_Base):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, then log what went over the wire since the last one."""
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with reported("optimizer step"):
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         sent, bf16 = self.communication.traffic.take()
         module = self.lightning_module
         if self.world_size > 1 and module is not None and module._current_fx_name is not None:
@@ -190,9 +192,19 @@ class ExpertParallelMixin(_Base):
                 module.log(name, number, sync_dist=True, reduce_fx="sum")
         return result
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; a rank that is gone is reported."""
+        with reported("training step"):
+            return super().training_step(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward; a rank that is gone is reported."""
+        with reported("backward"):
+            return super().backward(*args, **kwargs)
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Validate; what it sends is not part of a training step."""
-        with self._not_counted():
+        with reported("validation step"), self._not_counted():
             return super().validation_step(*args, **kwargs)
 
     @contextmanager
@@ -239,6 +251,14 @@ class ExpertParallelMixin(_Base):
         """Give the precision plugin its own clipping back."""
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         super().teardown()
+
+
+def _group_tied_weights(model: PreTrainedModel) -> None:
+    """Leave tied embeddings to the root's FSDP group: a shared parameter has to be in one."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if getattr(ends[0], "weight", None) is getattr(ends[1], "weight", ends):
+        names = {name for name, module in model.named_modules() if module in ends}
+        model.fsdp_plan = {name: style for name, style in model.fsdp_plan.items() if name not in names}
 
 
 class ExpertParallelStrategy(ExpertParallelMixin, ModelParallelStrategy):
