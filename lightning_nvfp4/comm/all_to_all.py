@@ -99,9 +99,9 @@ class _AllToAll(torch.autograd.Function):
             return x.new_zeros((), dtype=dtype).expand(exchange.route.num_rows, x.shape[1]), rows_RB
         if to_experts:
             assert wire_dtype is not None
-            return _to_experts(x, None, exchange, "dispatch_forward", wire_dtype).to(dtype)
+            return tokens_to_rows(x, None, exchange, "dispatch_forward", wire_dtype).to(dtype)
         assert weights_TS is not None
-        y_CD = _to_choices(x, exchange, "combine_forward")
+        y_CD = rows_to_choices(x, exchange, "combine_forward")
         ctx.save_for_backward(y_CD, weights_TS)
         return _sum_choices(y_CD, weights_TS, exchange.route)
 
@@ -110,18 +110,18 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         grad, exchange, dweights = grad_outputs[0], ctx.exchange, None
         if ctx.to_experts:
-            dx_CD = _to_choices(grad, exchange, "dispatch_backward")
+            dx_CD = rows_to_choices(grad, exchange, "dispatch_backward")
             dx = _sum_choices(dx_CD, None, exchange.route).to(ctx.x_dtype)
         else:
             y_CD, weights_TS = ctx.saved_tensors
-            dx = _to_experts(grad.float(), weights_TS, exchange, "combine_backward", ctx.x_dtype)
+            dx = tokens_to_rows(grad.float(), weights_TS, exchange, "combine_backward", ctx.x_dtype)
             y_TSD = y_CD.view(*weights_TS.shape, y_CD.shape[1])
             parts = [(y_TSD[:, s].float() * grad.float()).sum(-1) for s in range(weights_TS.shape[1])]
             dweights = torch.stack(parts, dim=1).to(weights_TS.dtype)
         return dx, dweights, None, None, None, None
 
 
-def _to_experts(x_TD: Tensor, weights_TS: Tensor | None, exchange: Exchange, leg: str, dtype: torch.dtype) -> Tensor:
+def tokens_to_rows(x_TD: Tensor, weights_TS: Tensor | None, exchange: Exchange, leg: str, dtype: torch.dtype) -> Tensor:
     """Return the rows at the experts (R, D) of every token's choices, times their weights."""
     route, codec = exchange.route, exchange.codecs[leg]
     sent = _encoded(x_TD, weights_TS, route, route.sent_choices, codec, dtype)
@@ -151,7 +151,7 @@ def _codes_to_experts(x_TD: Tensor, exchange: Exchange, leg: str) -> Tensor:
     return rows_RB
 
 
-def _to_choices(y_RD: Tensor, exchange: Exchange, leg: str) -> Tensor:
+def rows_to_choices(y_RD: Tensor, exchange: Exchange, leg: str) -> Tensor:
     """Return the row of every choice (T * S, D) from the experts' rows."""
     route, codec, dtype = exchange.route, exchange.codecs[leg], y_RD.dtype
     sent = codec.encode_rows(y_RD, route.received_rows, dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from transformers.distributed.expert_parallel import EPImplementation
 
 from lightning_nvfp4.comm.all_to_all import Exchange, combine, dispatch, dispatch_codes
-from lightning_nvfp4.comm.codec import BlockCodec, Codec, PlainCodec, find_codec
+from lightning_nvfp4.comm.choice import Choice, choose
+from lightning_nvfp4.comm.codec import AUTO, CODECS, BlockCodec, Codec, PlainCodec, find_codec
 from lightning_nvfp4.comm.link import Link, Traffic
 from lightning_nvfp4.comm.routing import plan_route
 from lightning_nvfp4.ops import Groups, QuantizedTensor
@@ -43,17 +45,28 @@ class Communication:
     """The settings that all experts modules of a model share, and what they count.
 
     Attributes:
-        names: the codec of each of `link.LEGS`.
+        names: the codec of each of `link.LEGS`; ``auto`` until the first rows have been measured.
         consistent: results do not depend on the expert-parallel size.
+        on_choice: called with what ``auto`` became.
         traffic: bytes sent by this rank.
     """
 
     names: dict[str, str]
     consistent: bool = False
+    on_choice: Callable[[Choice], None] | None = None
     traffic: Traffic = field(default_factory=Traffic)
 
     def __post_init__(self) -> None:
-        self.codecs: dict[str, Codec] = {leg: find_codec(name) for leg, name in self.names.items()}
+        self.use(self.names)
+
+    def use(self, names: Mapping[str, str]) -> None:
+        """Take these codecs from now on.
+
+        Raises:
+            UserError: an unknown one.
+        """
+        self.codecs: dict[str, Codec] = {leg: find_codec(name) for leg, name in names.items() if name != AUTO}
+        self.names = dict(names)
 
 
 class CompressedAllToAll(EPImplementation):
@@ -83,12 +96,23 @@ class CompressedAllToAll(EPImplementation):
         consistent = self.communication.consistent
         route = plan_route(top_k_index, self.num_local_experts, self.link, alignment, per_source=consistent)
         exchange = Exchange(self.link, self.communication.codecs, route, consistent)
+        if AUTO in self.communication.names.values():
+            self._choose(hidden_states, exchange, layers)
+            exchange = replace(exchange, codecs=self.communication.codecs)
         if layers is None:
             x_RD = dispatch(hidden_states, exchange, hidden_states.dtype, hidden_states.dtype)
             y_RD = self._own_forward(x_RD, route.groups)
         else:
             y_RD = self._converted_forward(hidden_states, exchange, layers[0].effective())
         return combine(y_RD, top_k_weights, exchange).to(hidden_states.dtype)
+
+    def _choose(self, x_TD: Tensor, exchange: Exchange, layers: tuple[_Numerics, ...] | None) -> None:
+        takes_nvfp4 = layers is not None and takes_codes(layers[0].effective(), CODECS["nvfp4"])
+        dtype = x_TD.dtype if layers is None else torch.bfloat16
+        choice = choose(self.communication.names, x_TD, exchange, dtype, takes_nvfp4)
+        self.communication.use(choice.names)
+        if self.communication.on_choice is not None:
+            self.communication.on_choice(choice)
 
     def _converted_forward(self, x_TD: Tensor, exchange: Exchange, gemm: GemmRecipe) -> Tensor:
         codec, groups = exchange.codecs["dispatch_forward"], exchange.route.groups

@@ -57,6 +57,16 @@ class Traffic:
         self.sent[leg] += sent
         self.bf16[leg] += bf16
 
+    def copy(self) -> Traffic:
+        """Return a copy, for `restore`."""
+        copy = Traffic()
+        copy.restore(self)
+        return copy
+
+    def restore(self, earlier: Traffic) -> None:
+        """Forget what was counted since a copy was made."""
+        self.sent, self.bf16 = Counter(earlier.sent), Counter(earlier.bf16)
+
     def take(self) -> tuple[int, int]:
         """Return the sums (sent, bf16) over the legs, and start anew."""
         sums = self.sent.total(), self.bf16.total()

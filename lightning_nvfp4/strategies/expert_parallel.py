@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,13 +20,14 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.distributed.utils import TransformersDeviceMesh
 
+from lightning_nvfp4.comm.choice import Choice
+from lightning_nvfp4.comm.codec import AUTO
 from lightning_nvfp4.comm.expert_parallel import Communication, CompressedAllToAll
 from lightning_nvfp4.comm.link import LEGS, reported
 from lightning_nvfp4.errors import UserError, unknown
@@ -46,7 +48,8 @@ class ExpertParallelMixin(_Base):
         expert_parallel_size: ranks that together hold all experts; it divides the number of processes and of experts.
             ``auto`` is the largest such number.
         codec: ``none``, ``mxfp8``, ``nvfp4``, ``s2f6``, a registered codec's name, ``package.module.name`` of one, or
-            ``auto``: the fastest of those that cost little accuracy, measured on the first batch.
+            ``auto``: the fastest for each leg, measured on the first batch among `comm.choice.CANDIDATES`, said
+            and saved with the run.
         legs: codecs that differ for some of ``dispatch_forward``, ``combine_forward``, ``dispatch_backward`` and
             ``combine_backward``.
         consistent: encode the rows that stay on their rank too, so that results do not depend on
@@ -79,13 +82,13 @@ class ExpertParallelMixin(_Base):
         )
         if expert_parallel_size != "auto" and (not isinstance(expert_parallel_size, int) or expert_parallel_size < 1):
             raise UserError(f"expert_parallel_size = {expert_parallel_size!r} must be a number of ranks, or 'auto'.")
-        names = dict.fromkeys(LEGS, codec)
+        names: dict[str, str] = dict.fromkeys(LEGS, codec)
         for leg, name in (legs or {}).items():
             if leg not in names:
                 raise unknown("legs: leg", leg, LEGS)
             names[leg] = name
         self.expert_parallel_size = expert_parallel_size
-        self.communication = Communication(names, consistent)
+        self.communication = Communication(names, consistent, self._announce)
         self._implementation = f"compressed_all_to_all_{next(_numbers)}"
 
     def setup_environment(self) -> None:
@@ -110,8 +113,8 @@ class ExpertParallelMixin(_Base):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def shard_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Shard a Hugging Face model in place, once; called for every child of the LightningModule that is one.
+    def shard_model(self, model: Any) -> Any:
+        """Shard a `PreTrainedModel` in place, once; called for every child of the LightningModule that is one.
 
         Raises:
             UserError: `expert_parallel_size` does not divide the number of processes or of experts, or the model has no
@@ -120,7 +123,7 @@ class ExpertParallelMixin(_Base):
         if getattr(model, "_sharded_by", None) == self._implementation:
             return model
         world = self.world_size
-        experts = {path: module for path, module in model.named_modules() if is_experts(module)}
+        experts: dict[str, Any] = {path: module for path, module in model.named_modules() if is_experts(module)}
         size = self._expert_parallel_size(model, experts)
         rank_zero_info(
             f"expert-parallel: {len(experts)} experts modules over {size} of {world} ranks; "
@@ -153,11 +156,23 @@ class ExpertParallelMixin(_Base):
         """The codec of each leg."""
         return dict(self.communication.names)
 
-    def _expert_parallel_size(self, model: PreTrainedModel, experts: dict[str, nn.Module]) -> int:
+    def _announce(self, choice: Choice) -> None:
+        rank_zero_info(choice.summary())
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        for logger in trainer.loggers if trainer is not None else ():
+            logger.log_hyperparams({f"codec/{leg}": name for leg, name in choice.names.items()})
+
+    def _restore_choice(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on with the codecs that ``auto`` was when the checkpoint was written."""
+        saved = checkpoint.get(_STATE, {}).get("codecs", {})
+        chosen = {leg: saved.get(leg, AUTO) for leg, name in self.communication.names.items() if name == AUTO}
+        self.communication.use({**self.communication.names, **chosen})
+
+    def _expert_parallel_size(self, model: Any, experts: dict[str, Any]) -> int:
         world, wanted = self.world_size, self.expert_parallel_size
-        counts = {path: int(module.num_experts) for path, module in experts.items()}  # type: ignore[arg-type]
+        counts = {path: int(module.num_experts) for path, module in experts.items()}
         common = math.gcd(world, *counts.values()) if counts else 1
-        if wanted == "auto":
+        if not isinstance(wanted, int):
             return common
         if world % wanted:
             raise UserError(
@@ -209,10 +224,9 @@ class ExpertParallelMixin(_Base):
 
     @contextmanager
     def _not_counted(self) -> Any:
-        traffic = self.communication.traffic
-        sent, bf16 = traffic.sent.copy(), traffic.bf16.copy()
+        before = self.communication.traffic.copy()
         yield
-        traffic.sent, traffic.bf16 = sent, bf16
+        self.communication.traffic.restore(before)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return what a checkpoint keeps of the optimizer."""
@@ -237,7 +251,9 @@ class ExpertParallelMixin(_Base):
         assert self.model is not None and self.lightning_module is not None
         strict = self.lightning_module.strict_loading
         if sharded_checkpoint.is_sharded(path):
-            return sharded_checkpoint.load_sharded(path, self.model, self.optimizers, strict)
+            rest = sharded_checkpoint.load_sharded(path, self.model, self.optimizers, strict)
+            self._restore_choice(rest)
+            return rest
         if path.is_dir():
             raise UserError(
                 f"ckpt_path = {str(path)!r} is a folder without {sharded_checkpoint.METADATA}: it was cut short, or is "
@@ -245,6 +261,7 @@ class ExpertParallelMixin(_Base):
             )
         checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         sharded_checkpoint.load_full(checkpoint, self.model, self.optimizers, strict)
+        self._restore_choice(checkpoint)
         return checkpoint
 
     def teardown(self) -> None:

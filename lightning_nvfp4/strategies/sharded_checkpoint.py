@@ -111,7 +111,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer, sharded: bool) -> di
         options = StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=True)
         return get_optimizer_state_dict(model, optimizer, options=options)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
+    state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
     if dist.get_rank() != 0:
         return {}
     groups = _logical_groups(state["param_groups"], model)

@@ -125,6 +125,25 @@ def test_bytes_of_each_step_are_logged_over_all_ranks(tmp_path):
     assert "comm/bytes_sent" in (tmp_path / "metrics.csv").read_text()
 
 
+def chosen(rank, size, folder, saved, resume):
+    strategy = ExpertParallelStrategy(codec="auto", legs={"combine_backward": "mxfp8"})
+    logger = CSVLogger(folder, name="", version="")
+    fit(rank, size, strategy, 4 if resume else 2, saved, resume, precision="nvfp4-hybrid", logger=logger)
+    return strategy.codec_names, dict(logger.experiment.hparams) if rank == 0 else {}
+
+
+def test_auto_measures_once_chooses_alike_on_all_ranks_and_is_saved_with_the_run(tmp_path, monkeypatch):
+    saved = str(tmp_path / "checkpoint")
+    (names, logged), other = run_ranks(chosen, 2, 2, str(tmp_path), saved, None, group=False)
+    assert names == other[0] and names["combine_backward"] == "mxfp8"
+    assert {names[leg] for leg in names if leg != "combine_backward"} <= {"none", "s2f6", "nvfp4"}
+    assert logged == {f"codec/{leg}": name for leg, name in names.items()}
+    # The other choice, were it measured anew: what was chosen is taken from the checkpoint.
+    monkeypatch.setattr("lightning_nvfp4.comm.choice.CANDIDATES", ("mxfp8",))
+    resumed = run_ranks(chosen, 2, 2, str(tmp_path / "resumed"), None, saved, group=False)
+    assert all(found == names for found, _ in resumed)
+
+
 def dying(rank, size):
     class Dies(Module):
         def on_train_batch_start(self, batch, batch_idx):
