@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from lightning_nvfp4.comm.codec import BlockCodec, Codec
 from lightning_nvfp4.comm.link import Link
 from lightning_nvfp4.comm.routing import Route
 from lightning_nvfp4.ops import QuantizedTensor
+from lightning_nvfp4.ops.rows import move_rows
 
 
 @dataclass(frozen=True)
@@ -94,93 +95,117 @@ class _AllToAll(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.exchange, ctx.to_experts, ctx.x_dtype = exchange, to_experts, x.dtype
         if to_experts and wire_dtype is None:
-            rows_RB = _codes_to_experts(x, exchange, "dispatch_forward")
+            rows_RB = _codes_to_rows(x, exchange, "dispatch_forward")
             ctx.mark_non_differentiable(rows_RB)
             return x.new_zeros((), dtype=dtype).expand(exchange.route.num_rows, x.shape[1]), rows_RB
         if to_experts:
             assert wire_dtype is not None
             return tokens_to_rows(x, None, exchange, "dispatch_forward", wire_dtype).to(dtype)
         assert weights_TS is not None
-        y_CD = rows_to_choices(x, exchange, "combine_forward")
-        ctx.save_for_backward(y_CD, weights_TS)
-        return _sum_choices(y_CD, weights_TS, exchange.route)
+        returned = rows_to_tokens(x, exchange, "combine_forward")
+        ctx.save_for_backward(*returned, weights_TS)
+        return sum_choices(returned, weights_TS, exchange, "combine_forward")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         grad, exchange, dweights = grad_outputs[0], ctx.exchange, None
         if ctx.to_experts:
-            dx_CD = rows_to_choices(grad, exchange, "dispatch_backward")
-            dx = _sum_choices(dx_CD, None, exchange.route).to(ctx.x_dtype)
+            returned = rows_to_tokens(grad, exchange, "dispatch_backward")
+            dx = sum_choices(returned, None, exchange, "dispatch_backward").to(ctx.x_dtype)
         else:
-            y_CD, weights_TS = ctx.saved_tensors
+            *saved, weights_TS = ctx.saved_tensors
             dx = tokens_to_rows(grad.float(), weights_TS, exchange, "combine_backward", ctx.x_dtype)
-            y_TSD = y_CD.view(*weights_TS.shape, y_CD.shape[1])
+            y_TSD = _choices(Returned(*saved), exchange, "combine_forward")
             parts = [(y_TSD[:, s].float() * grad.float()).sum(-1) for s in range(weights_TS.shape[1])]
             dweights = torch.stack(parts, dim=1).to(weights_TS.dtype)
         return dx, dweights, None, None, None, None
 
 
 def tokens_to_rows(x_TD: Tensor, weights_TS: Tensor | None, exchange: Exchange, leg: str, dtype: torch.dtype) -> Tensor:
-    """Return the rows at the experts (R, D) of every token's choices, times their weights."""
+    """Return the rows at the experts (R, D) of every token's choices, times their weights; a collective.
+
+    Args:
+        x_TD: tokens; float32 where there are weights.
+        weights_TS: a factor for each choice.
+        exchange: the way.
+        leg: which codec.
+        dtype: of the result.
+    """
     route, codec = exchange.route, exchange.codecs[leg]
-    sent = _encoded(x_TD, weights_TS, route, route.sent_choices, codec, dtype)
+
+    def encoded(choices: Tensor, tokens: Tensor) -> Tensor:
+        if weights_TS is None:
+            return codec.encode_rows(x_TD, tokens, dtype)
+        return codec.encode(_weighted(x_TD, weights_TS, choices, tokens), dtype)
+
+    sent = encoded(route.sent_choices, route.sent_tokens)
     pending = exchange.link.start(sent, route.send, route.receive, leg, x_TD.shape[1])
     out_RD = torch.empty(route.num_rows, x_TD.shape[1], dtype=dtype, device=x_TD.device)
-    out_RD.index_fill_(0, route.padding_rows, 0)
     # While the wire is busy: the rows that stay.
+    if len(route.padding_rows):
+        out_RD.index_fill_(0, route.padding_rows, 0)
     if exchange.consistent:
-        codec.decode_rows(
-            _encoded(x_TD, weights_TS, route, route.local_choices, codec, dtype), out_RD, route.local_rows
-        )
+        codec.decode_rows(encoded(route.local_choices, route.local_tokens), out_RD, route.local_rows)
+    elif weights_TS is None:
+        move_rows(x_TD, route.local_tokens, out_RD, route.local_rows)
     else:
-        out_RD.index_copy_(0, route.local_rows, _rows(x_TD, weights_TS, route, route.local_choices).to(dtype))
+        rows = _weighted(x_TD, weights_TS, route.local_choices, route.local_tokens)
+        move_rows(rows, None, out_RD, route.local_rows)
     codec.decode_rows(pending.wait(), out_RD, route.received_rows)
     return out_RD
 
 
-def _codes_to_experts(x_TD: Tensor, exchange: Exchange, leg: str) -> Tensor:
+def _weighted(x_TD: Tensor, weights_TS: Tensor, choices: Tensor, tokens: Tensor) -> Tensor:
+    return x_TD[tokens] * weights_TS.reshape(-1)[choices].float().unsqueeze(1)
+
+
+def _codes_to_rows(x_TD: Tensor, exchange: Exchange, leg: str) -> Tensor:
     """Return the rows at the experts as bytes (R, B), padding as rows of zeros are encoded."""
     route, codec = exchange.route, exchange.codecs[leg]
-    sent = codec.encode_rows(x_TD, route.tokens_of(route.sent_choices), x_TD.dtype)
+    sent = codec.encode_rows(x_TD, route.sent_tokens, x_TD.dtype)
     pending = exchange.link.start(sent, route.send, route.receive, leg, x_TD.shape[1])
     rows_RB = sent.new_empty(route.num_rows, sent.shape[1])
-    rows_RB[route.padding_rows] = codec.encode(x_TD.new_zeros(1, x_TD.shape[1]), x_TD.dtype)
-    rows_RB[route.local_rows] = codec.encode_rows(x_TD, route.tokens_of(route.local_choices), x_TD.dtype)
-    rows_RB[route.received_rows] = pending.wait()
+    if len(route.padding_rows):
+        rows_RB[route.padding_rows] = codec.encode(x_TD.new_zeros(1, x_TD.shape[1]), x_TD.dtype)
+    move_rows(codec.encode_rows(x_TD, route.local_tokens, x_TD.dtype), None, rows_RB, route.local_rows)
+    move_rows(pending.wait(), None, rows_RB, route.received_rows)
     return rows_RB
 
 
-def rows_to_choices(y_RD: Tensor, exchange: Exchange, leg: str) -> Tensor:
-    """Return the row of every choice (T * S, D) from the experts' rows."""
-    route, codec, dtype = exchange.route, exchange.codecs[leg], y_RD.dtype
-    sent = codec.encode_rows(y_RD, route.received_rows, dtype)
+class Returned(NamedTuple):
+    """What the tokens get back, as it arrived.
+
+    Attributes:
+        received_RB: rows of other ranks, encoded, in the order in which they were sent.
+        kept_KD: rows that did not leave, decoded.
+        kept_rows: int64, the row of `kept_KD` of each row that stayed.
+    """
+
+    received_RB: Tensor
+    kept_KD: Tensor
+    kept_rows: Tensor
+
+
+def rows_to_tokens(y_RD: Tensor, exchange: Exchange, leg: str) -> Returned:
+    """Send the experts' rows (R, D) back to where their tokens are; a collective."""
+    route, codec = exchange.route, exchange.codecs[leg]
+    sent = codec.encode_rows(y_RD, route.received_rows, y_RD.dtype)
     pending = exchange.link.start(sent, route.receive, route.send, leg, y_RD.shape[1])
-    out_CD = y_RD.new_empty(route.num_tokens * route.num_choices, y_RD.shape[1])
+    kept, rows = y_RD, route.local_rows
     if exchange.consistent:
-        codec.decode_rows(codec.encode_rows(y_RD, route.local_rows, dtype), out_CD, route.local_choices)
-    else:
-        out_CD.index_copy_(0, route.local_choices, y_RD[route.local_rows])
-    codec.decode_rows(pending.wait(), out_CD, route.sent_choices)
-    return out_CD
+        kept = codec.decode(codec.encode_rows(y_RD, rows, y_RD.dtype), y_RD.shape[1], y_RD.dtype)
+        rows = torch.arange(len(kept), device=kept.device)
+    return Returned(pending.wait(), kept, rows)
 
 
-def _encoded(
-    x_TD: Tensor, weights_TS: Tensor | None, route: Route, choices: Tensor, codec: Codec, dtype: torch.dtype
-) -> Tensor:
-    if weights_TS is None:
-        return codec.encode_rows(x_TD, route.tokens_of(choices), dtype)
-    return codec.encode(_rows(x_TD, weights_TS, route, choices), dtype)
-
-
-def _rows(x_TD: Tensor, weights_TS: Tensor | None, route: Route, choices: Tensor) -> Tensor:
-    rows = x_TD[route.tokens_of(choices)]
-    return rows if weights_TS is None else rows * weights_TS.reshape(-1)[choices].float().unsqueeze(1)
-
-
-def _sum_choices(y_CD: Tensor, weights_TS: Tensor | None, route: Route) -> Tensor:
-    """Return the sum over each token's choices (T, D) float32, in their order."""
-    y_TSD = y_CD.view(route.num_tokens, route.num_choices, y_CD.shape[1])
+def sum_choices(returned: Returned, weights_TS: Tensor | None, exchange: Exchange, leg: str) -> Tensor:
+    """Return the (weighted) sum over each token's choices (T, D) float32, added in their order."""
+    route, codec = exchange.route, exchange.codecs[leg]
+    fused = codec.sum_rows(*returned, route.places, route.num_choices, weights_TS)
+    if fused is not None:
+        return fused
+    y_TSD = _choices(returned, exchange, leg)
     total = None
     for s in range(route.num_choices):
         part = y_TSD[:, s].float()
@@ -188,3 +213,13 @@ def _sum_choices(y_CD: Tensor, weights_TS: Tensor | None, route: Route) -> Tenso
         total = part if total is None else total + part
     assert total is not None
     return total
+
+
+def _choices(returned: Returned, exchange: Exchange, leg: str) -> Tensor:
+    """Return the row of every choice (T, S, D), decoded."""
+    received_RB, kept_KD, kept_rows = returned
+    route, codec = exchange.route, exchange.codecs[leg]
+    out_CD = kept_KD.new_empty(route.num_tokens * route.num_choices, kept_KD.shape[1])
+    move_rows(kept_KD, kept_rows, out_CD, route.local_choices)
+    codec.decode_rows(received_RB, out_CD, route.sent_choices)
+    return out_CD.view(route.num_tokens, route.num_choices, out_CD.shape[1])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_nvfp4.comm.all_to_all import Exchange, rows_to_choices, tokens_to_rows
+from lightning_nvfp4.comm.all_to_all import Exchange, rows_to_tokens, tokens_to_rows
 from lightning_nvfp4.comm.codec import AUTO, CODECS
 from lightning_nvfp4.comm.link import LEGS
 
@@ -58,7 +58,7 @@ def choose(names: Mapping[str, str], x_TD: Tensor, exchange: Exchange, dtype: to
             if leg in ("dispatch_forward", "combine_backward"):
                 work = _bound(tokens_to_rows, x_TD, None, trial, leg, dtype)
             else:
-                work = _bound(rows_to_choices, y_RD, trial, leg)
+                work = _bound(rows_to_tokens, y_RD, trial, leg)
             times[leg][name] = _slowest(_milliseconds(work, x_TD.device), x_TD.device)
     exchange.link.traffic.restore(traffic)
     chosen = {leg: min(times[leg], key=times[leg].__getitem__) for leg in undecided}

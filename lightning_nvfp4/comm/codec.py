@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_nvfp4.errors import UserError, unknown
-from lightning_nvfp4.ops import QuantizedTensor, wire
+from lightning_nvfp4.ops import QuantizedTensor, rows, wire
 from lightning_nvfp4.recipe import QuantSpec
 
 
@@ -57,6 +57,18 @@ class Codec(ABC):
         """Decode into ``out[index]``; a codec that can do both at once overrides this."""
         out.index_copy_(0, index, self.decode(wire_RB, out.shape[1], out.dtype))
 
+    def sum_rows(
+        self,
+        wire_RB: Tensor,
+        kept: Tensor,
+        kept_rows: Tensor,
+        places: Tensor,
+        num_choices: int,
+        weights: Tensor | None,
+    ) -> Tensor | None:
+        """Decode and sum by token at once, as `ops.rows.sum_rows`; ``None`` where a codec cannot."""
+        return None
+
 
 class PlainCodec(Codec):
     """``none``: the rows as they are, in the dtype in which they are wanted."""
@@ -72,6 +84,28 @@ class PlainCodec(Codec):
     def decode(self, wire_RB: Tensor, num_columns: int, dtype: torch.dtype) -> Tensor:
         """Return the rows."""
         return wire_RB.view(dtype)
+
+    def encode_rows(self, x_RD: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gather and convert."""
+        out = torch.empty(len(index), x_RD.shape[1], dtype=dtype, device=x_RD.device)
+        rows.move_rows(x_RD, index, out, None)
+        return out.view(torch.uint8)
+
+    def decode_rows(self, wire_RB: Tensor, out: Tensor, index: Tensor) -> None:
+        """Scatter."""
+        rows.move_rows(wire_RB.view(out.dtype), None, out, index)
+
+    def sum_rows(
+        self,
+        wire_RB: Tensor,
+        kept: Tensor,
+        kept_rows: Tensor,
+        places: Tensor,
+        num_choices: int,
+        weights: Tensor | None,
+    ) -> Tensor | None:
+        """Gather and sum by token."""
+        return rows.sum_rows(wire_RB.view(kept.dtype), kept, kept_rows, places, num_choices, weights)
 
 
 class BlockCodec(Codec):
@@ -109,6 +143,18 @@ class BlockCodec(Codec):
     def decode_rows(self, wire_RB: Tensor, out: Tensor, index: Tensor) -> None:
         """Decode and scatter."""
         wire.decode_rows(wire_RB, self.spec, out, index)
+
+    def sum_rows(
+        self,
+        wire_RB: Tensor,
+        kept: Tensor,
+        kept_rows: Tensor,
+        places: Tensor,
+        num_choices: int,
+        weights: Tensor | None,
+    ) -> Tensor | None:
+        """Decode and sum by token."""
+        return wire.sum_rows(wire_RB, self.spec, kept, kept_rows, places, num_choices, weights)
 
     def codes(self, wire_RB: Tensor, num_columns: int) -> QuantizedTensor:
         """Return the rows still quantized, for a GEMM that takes them so."""

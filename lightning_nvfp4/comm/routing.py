@@ -6,8 +6,10 @@ rank's experts (padding included).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,21 +26,20 @@ class Route:
 
     Attributes:
         num_tokens, num_choices: T and S.
-        sent_choices: int64, choice of each row for another rank.
-        local_choices: int64, choice of each row that stays.
+        order: int64 (T * S,), the choices by rank and expert.
+        own: those in `order` that stay on this rank.
         send, receive: rows for and from each rank; 0 for this one.
         received_rows: int64, place among the R rows of each row from another rank.
         local_rows: int64, place of each row that stays.
         padding_rows: int64, places of the rows that nobody sent.
         groups: rows of each expert.
         num_rows: R.
-        keys: int64 (R,) number of each row that names its source rank and choice; 0 for padding. ``None`` unless asked.
     """
 
     num_tokens: int
     num_choices: int
-    sent_choices: Tensor
-    local_choices: Tensor
+    order: Tensor
+    own: slice
     send: tuple[int, ...]
     receive: tuple[int, ...]
     received_rows: Tensor
@@ -47,9 +48,41 @@ class Route:
     groups: Groups
     num_rows: int
 
-    def tokens_of(self, choices: Tensor) -> Tensor:
-        """Return the token of each choice."""
-        return choices // self.num_choices
+    @functools.cached_property
+    def sent_choices(self) -> Tensor:
+        """The choice of each row for another rank."""
+        return _without(self.order, self.own)
+
+    @functools.cached_property
+    def local_choices(self) -> Tensor:
+        """The choice of each row that stays."""
+        return self.order[self.own]
+
+    @functools.cached_property
+    def tokens(self) -> Tensor:
+        """The token of each choice in `order`."""
+        return self.order // self.num_choices
+
+    @functools.cached_property
+    def sent_tokens(self) -> Tensor:
+        """The token of each row for another rank."""
+        return _without(self.tokens, self.own)
+
+    @functools.cached_property
+    def local_tokens(self) -> Tensor:
+        """The token of each row that stays."""
+        return self.tokens[self.own]
+
+    @functools.cached_property
+    def places(self) -> Tensor:
+        """int64 (T * S,): where each choice's output is on its return.
+
+        Row i of what the other ranks send back is i; the i-th row that stayed is -1 - i.
+        """
+        device, start, count = self.order.device, self.own.start, self.own.stop - self.own.start
+        after = torch.arange(start, len(self.order) - count, device=device)
+        parts = [torch.arange(start, device=device), torch.arange(-1, -1 - count, -1, device=device), after]
+        return torch.empty_like(self.order).index_copy_(0, self.order, torch.cat(parts))
 
 
 def plan_route(top_k_index: Tensor, num_experts: int, link: Link, alignment: int, per_source: bool) -> Route:
@@ -65,62 +98,64 @@ def plan_route(top_k_index: Tensor, num_experts: int, link: Link, alignment: int
         per_source: pad the rows of each source rank apart, so that blocks along tokens do not depend on the group.
     """
     device, size = top_k_index.device, link.size
-    ids = top_k_index.reshape(-1).to(torch.int64)
-    order = torch.argsort(ids, stable=True)
-    edges = torch.arange(num_experts * size + 1, device=device)
-    send_PE = torch.searchsorted(ids[order], edges).diff().view(size, num_experts)
+    sorted_ids, order = top_k_index.reshape(-1).sort(stable=True)
+    edges = torch.arange(num_experts * size + 1, device=device, dtype=sorted_ids.dtype)
+    send_PE = torch.searchsorted(sorted_ids, edges).diff().view(size, num_experts)
     receive_PE = link.swap_counts(send_PE)
-    send, receive, padded_of_source, padded_of_expert = _on_host(send_PE, receive_PE, alignment)
-    num_rows = sum(padded_of_source if per_source else padded_of_expert)
+    counts = torch.stack([send_PE, receive_PE]).cpu().numpy()  # the wait
 
-    # Rows lie by expert, then by source.
-    counts_EP = receive_PE.T
-    cells = _padded(counts_EP, alignment) if per_source else counts_EP.clone()
-    if not per_source:
-        cells[:, -1] += _padded(counts_EP.sum(1), alignment) - counts_EP.sum(1)
-    ends_EP = cells.reshape(-1).cumsum(0).view(cells.shape)
-    first_EP = ends_EP - cells
-    rows = _spread(first_EP.T.reshape(-1), receive_PE.reshape(-1), sum(receive))
-    padding = _spread((first_EP + counts_EP).reshape(-1), (cells - counts_EP).reshape(-1), num_rows - sum(receive))
-
-    own_send, own_receive = _own(send, link.rank), _own(receive, link.rank)
-    offsets = torch.nn.functional.pad(ends_EP[:, -1], (1, 0)).to(torch.int32)
-    groups = Groups(num_experts, offsets=offsets)
+    send, receive = counts.sum(2).tolist()
+    first_EP, padding, ends_E = _layout(counts[1].T, alignment, per_source)
+    before = counts[1].reshape(-1).cumsum() - counts[1].reshape(-1)
+    shifts, padding_rows, offsets = _to_device(
+        [first_EP.T.reshape(-1) - before, padding, np.concatenate([[0], ends_E])], device
+    )
+    total = sum(receive)
+    rows = torch.repeat_interleave(shifts, receive_PE.reshape(-1), output_size=total)
+    rows = rows + torch.arange(total, device=device)
+    own, own_received = _own(send, link.rank), _own(receive, link.rank)
     if device.type == "cpu":
-        groups = Groups(num_experts, counts=tuple(offsets.diff().tolist()))
+        groups = Groups(num_experts, counts=tuple(np.diff(ends_E, prepend=0).tolist()))
+    else:
+        groups = Groups(num_experts, offsets=offsets.to(torch.int32))
     return Route(
         num_tokens=top_k_index.shape[0],
         num_choices=top_k_index.shape[1],
-        sent_choices=_without(order, own_send),
-        local_choices=order[own_send],
+        order=order,
+        own=own,
         send=tuple(0 if r == link.rank else n for r, n in enumerate(send)),
         receive=tuple(0 if r == link.rank else n for r, n in enumerate(receive)),
-        received_rows=_without(rows, own_receive),
-        local_rows=rows[own_receive],
-        padding_rows=padding,
+        received_rows=_without(rows, own_received),
+        local_rows=rows[own_received],
+        padding_rows=padding_rows,
         groups=groups,
-        num_rows=num_rows,
+        num_rows=int(ends_E[-1]),
     )
 
 
-def _on_host(send_PE: Tensor, receive_PE: Tensor, alignment: int) -> tuple[list[int], ...]:
-    """Return rows for and from each rank, and padded rows by source and by expert; the one wait of a layer."""
-    size, num_experts = send_PE.shape
-    by_source = _padded(receive_PE, alignment).sum(1)
-    by_expert = _padded(receive_PE.sum(0), alignment)
-    numbers = torch.cat([send_PE.sum(1), receive_PE.sum(1), by_source, by_expert]).tolist()
-    return numbers[:size], numbers[size : 2 * size], numbers[2 * size : 3 * size], numbers[3 * size :]
+def _layout(counts_EP: np.ndarray, alignment: int, per_source: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lay rows out by expert, then by source.
+
+    Returns:
+        The first row of each (E, P), the rows of padding, and the end of each expert's rows (E,).
+    """
+    cells_EP = counts_EP.copy()
+    if per_source:
+        cells_EP += -counts_EP % alignment
+    else:
+        cells_EP[:, -1] += -counts_EP.sum(1) % alignment
+    ends_EP = cells_EP.reshape(-1).cumsum().reshape(cells_EP.shape)
+    first_EP = ends_EP - cells_EP
+    runs = [np.arange(a, b) for a, b in zip((first_EP + counts_EP).flat, ends_EP.flat, strict=True) if b > a]
+    return first_EP, np.concatenate(runs) if runs else np.empty(0, np.int64), ends_EP[:, -1]
 
 
-def _padded(counts: Tensor, alignment: int) -> Tensor:
-    return (counts + alignment - 1) // alignment * alignment
-
-
-def _spread(starts: Tensor, counts: Tensor, total: int) -> Tensor:
-    """Return start, start + 1, ... for each run of a count, one after another; `total` is the sum of the counts."""
-    before = counts.cumsum(0) - counts
-    runs = torch.repeat_interleave(starts - before, counts, output_size=total)
-    return runs + torch.arange(total, device=starts.device)
+def _to_device(arrays: list[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
+    """Return int64 arrays as tensors there, in one copy that the host does not wait for."""
+    joined = torch.from_numpy(np.concatenate(arrays).astype(np.int64))
+    if device.type == "cuda":
+        joined = joined.pin_memory().to(device, non_blocking=True)
+    return joined.split([len(array) for array in arrays])
 
 
 def _own(counts: list[int], rank: int) -> slice:
@@ -129,4 +164,6 @@ def _own(counts: list[int], rank: int) -> slice:
 
 
 def _without(x: Tensor, part: slice) -> Tensor:
-    return torch.cat([x[: part.start], x[part.stop :]])
+    if part.start == 0:
+        return x[part.stop :]
+    return x[: part.start] if part.stop == len(x) else torch.cat([x[: part.start], x[part.stop :]])

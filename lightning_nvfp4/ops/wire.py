@@ -16,6 +16,7 @@ from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.formats.block import BLOCK_FORMATS
 from lightning_nvfp4.formats.element import ELEMENTS, S2F6
 from lightning_nvfp4.formats.rounding import NEAREST
+from lightning_nvfp4.ops.backends import has_kernels, kernels
 from lightning_nvfp4.ops.contract import QuantizedTensor
 from lightning_nvfp4.ops.layout import ceil_div, num_blocks, stored_length
 from lightning_nvfp4.ops.select import quantize
@@ -61,6 +62,8 @@ def encode_rows(x_RD: Tensor, spec: QuantSpec, index: Tensor | None = None) -> T
         index: int64 (R,), rows of x.
     """
     layout = row_layout(spec, x_RD.shape[1])
+    if _by_kernels(x_RD, x_RD, spec, layout):
+        return kernels().encode_rows(x_RD, spec, index, layout.scales, layout.tensor, layout.size)
     q = quantize(x_RD if index is None else x_RD[index], spec)
     parts = [q.codes.view(torch.uint8), q.block_scale]
     if q.tensor_scale is not None:
@@ -94,8 +97,33 @@ def _copied(part: Tensor) -> Tensor:
 
 def decode_rows(wire_RB: Tensor, spec: QuantSpec, out: Tensor, index: Tensor | None = None) -> None:
     """Decode the rows into the rows of `out` (.., D) of any floating-point dtype, or into ``out[index]``."""
+    layout = row_layout(spec, out.shape[1])
+    if _by_kernels(wire_RB, out, spec, layout):
+        kernels().decode_rows(wire_RB, spec, out, index, layout.scales, layout.tensor, layout.size)
+        return
     values = quantized_rows(wire_RB, spec, out.shape[1]).dequantize(out.dtype)
     if index is None:
         out.copy_(values)
     else:
         out.index_copy_(0, index, values)
+
+
+def sum_rows(
+    wire_RB: Tensor,
+    spec: QuantSpec,
+    kept: Tensor,
+    kept_rows: Tensor,
+    places: Tensor,
+    num_choices: int,
+    weights: Tensor | None,
+) -> Tensor | None:
+    """Decode, and sum by token as `ops.rows.sum_rows`; ``None`` without a kernel for it."""
+    layout = row_layout(spec, kept.shape[1])
+    if not _by_kernels(wire_RB, kept, spec, layout):
+        return None
+    coded = (spec, layout.scales, layout.tensor, layout.size)
+    return kernels().sum_rows(wire_RB, coded, kept, kept_rows, places, num_choices, weights)
+
+
+def _by_kernels(on: Tensor, matrix: Tensor, spec: QuantSpec, layout: RowLayout) -> bool:
+    return has_kernels(on, "auto") and kernels().wires(matrix, spec, layout.tensor, layout.size)
