@@ -1,4 +1,4 @@
-"""Run a function on several processes that share a gloo group, as a launcher would start them."""
+"""Run a function on several processes that share a group, as a launcher would start them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONTEXT: Any = multiprocessing.get_context("fork" if _FORK else "forkserver")
 
 
 def run_ranks(
-    function: Callable[..., Any], size: int, *arguments: Any, group: bool = True, limit: float = 60
+    function: Callable[..., Any], size: int, *arguments: Any, group: str | None = "gloo", limit: float = 60
 ) -> list[Any]:
     """Return what ``function(rank, *arguments)`` returns on each rank.
 
@@ -31,7 +31,7 @@ def run_ranks(
         function: of a test module's top level.
         size: number of processes.
         arguments: anything that torch.save takes.
-        group: start a gloo group first; otherwise only the environment of a launcher is set.
+        group: backend of a group to start first; with ``None`` only the environment of a launcher is set.
         limit: seconds after which the ranks are killed.
 
     Raises:
@@ -75,7 +75,7 @@ def _packed(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _run(pipe: Connection, rank: int, size: int, port: int, group: bool, where: tuple[str, str, bytes]) -> None:
+def _run(pipe: Connection, rank: int, size: int, port: int, group: str | None, where: tuple[str, str, bytes]) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1", NODE_RANK="0")
     torch.set_num_threads(1)
@@ -86,8 +86,8 @@ def _run(pipe: Connection, rank: int, size: int, port: int, group: bool, where: 
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-        if group:
-            torch.distributed.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=30))
+        if group is not None:
+            torch.distributed.init_process_group(group, rank=rank, world_size=size, timeout=timedelta(seconds=30))
         result = getattr(module, name)(rank, *torch.load(io.BytesIO(arguments), weights_only=False))
         pipe.send((True, _packed(result)))
     except BaseException:

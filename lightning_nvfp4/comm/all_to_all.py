@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_nvfp4.comm.codec import BlockCodec, Codec
 from lightning_nvfp4.comm.link import Link
-from lightning_nvfp4.comm.routing import Route
+from lightning_nvfp4.comm.routing import Route, counting
 from lightning_nvfp4.ops import QuantizedTensor
 from lightning_nvfp4.ops.rows import move_rows
 
@@ -69,15 +69,16 @@ def dispatch_codes(x_TD: Tensor, exchange: Exchange, dtype: torch.dtype) -> tupl
     return carrier, codec.codes(rows_RB, x_TD.shape[1])
 
 
-def combine(y_RD: Tensor, weights_TS: Tensor, exchange: Exchange) -> Tensor:
-    """Return the weighted sum (T, D) float32 of each token's outputs, added in the order of its choices.
+def combine(y_RD: Tensor, weights_TS: Tensor, exchange: Exchange, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the weighted sum (T, D) of each token's outputs, added in FP32 in the order of its choices.
 
     Args:
         y_RD: outputs of this rank's experts.
         weights_TS: routing weights of this rank's tokens, applied in FP32 after decoding.
         exchange: of the dispatch that brought the rows.
+        dtype: of the result, rounded once.
     """
-    return _AllToAll.apply(y_RD, weights_TS, exchange, False, y_RD.dtype, y_RD.dtype)
+    return _AllToAll.apply(y_RD, weights_TS, exchange, False, y_RD.dtype, dtype)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -104,7 +105,7 @@ class _AllToAll(torch.autograd.Function):
         assert weights_TS is not None
         returned = rows_to_tokens(x, exchange, "combine_forward")
         ctx.save_for_backward(*returned, weights_TS)
-        return sum_choices(returned, weights_TS, exchange, "combine_forward")
+        return sum_choices(returned, weights_TS, exchange, "combine_forward", dtype)
 
     @staticmethod
     @once_differentiable
@@ -112,7 +113,7 @@ class _AllToAll(torch.autograd.Function):
         grad, exchange, dweights = grad_outputs[0], ctx.exchange, None
         if ctx.to_experts:
             returned = rows_to_tokens(grad, exchange, "dispatch_backward")
-            dx = sum_choices(returned, None, exchange, "dispatch_backward").to(ctx.x_dtype)
+            dx = sum_choices(returned, None, exchange, "dispatch_backward", ctx.x_dtype)
         else:
             *saved, weights_TS = ctx.saved_tensors
             dx = tokens_to_rows(grad.float(), weights_TS, exchange, "combine_backward", ctx.x_dtype)
@@ -143,7 +144,7 @@ def tokens_to_rows(x_TD: Tensor, weights_TS: Tensor | None, exchange: Exchange, 
     pending = exchange.link.start(sent, route.send, route.receive, leg, x_TD.shape[1])
     out_RD = torch.empty(route.num_rows, x_TD.shape[1], dtype=dtype, device=x_TD.device)
     # While the wire is busy: the rows that stay.
-    if len(route.padding_rows):
+    if route.padding_rows.shape[0]:
         out_RD.index_fill_(0, route.padding_rows, 0)
     if exchange.consistent:
         codec.decode_rows(encoded(route.local_choices, route.local_tokens), out_RD, route.local_rows)
@@ -166,7 +167,7 @@ def _codes_to_rows(x_TD: Tensor, exchange: Exchange, leg: str) -> Tensor:
     sent = codec.encode_rows(x_TD, route.sent_tokens, x_TD.dtype)
     pending = exchange.link.start(sent, route.send, route.receive, leg, x_TD.shape[1])
     rows_RB = sent.new_empty(route.num_rows, sent.shape[1])
-    if len(route.padding_rows):
+    if route.padding_rows.shape[0]:
         rows_RB[route.padding_rows] = codec.encode(x_TD.new_zeros(1, x_TD.shape[1]), x_TD.dtype)
     move_rows(codec.encode_rows(x_TD, route.local_tokens, x_TD.dtype), None, rows_RB, route.local_rows)
     move_rows(pending.wait(), None, rows_RB, route.received_rows)
@@ -195,14 +196,16 @@ def rows_to_tokens(y_RD: Tensor, exchange: Exchange, leg: str) -> Returned:
     kept, rows = y_RD, route.local_rows
     if exchange.consistent:
         kept = codec.decode(codec.encode_rows(y_RD, rows, y_RD.dtype), y_RD.shape[1], y_RD.dtype)
-        rows = torch.arange(len(kept), device=kept.device)
+        rows = counting(kept.shape[0], kept.device)
     return Returned(pending.wait(), kept, rows)
 
 
-def sum_choices(returned: Returned, weights_TS: Tensor | None, exchange: Exchange, leg: str) -> Tensor:
-    """Return the (weighted) sum over each token's choices (T, D) float32, added in their order."""
+def sum_choices(
+    returned: Returned, weights_TS: Tensor | None, exchange: Exchange, leg: str, dtype: torch.dtype
+) -> Tensor:
+    """Return the (weighted) sum over each token's choices (T, D), added in FP32 in their order."""
     route, codec = exchange.route, exchange.codecs[leg]
-    fused = codec.sum_rows(*returned, route.places, route.num_choices, weights_TS)
+    fused = codec.sum_rows(*returned, route.positions, route.own, weights_TS, route.num_choices, dtype)
     if fused is not None:
         return fused
     y_TSD = _choices(returned, exchange, leg)
@@ -212,7 +215,7 @@ def sum_choices(returned: Returned, weights_TS: Tensor | None, exchange: Exchang
         part = part if weights_TS is None else part * weights_TS[:, s, None].float()
         total = part if total is None else total + part
     assert total is not None
-    return total
+    return total.to(dtype)
 
 
 def _choices(returned: Returned, exchange: Exchange, leg: str) -> Tensor:

@@ -62,9 +62,11 @@ class Codec(ABC):
         wire_RB: Tensor,
         kept: Tensor,
         kept_rows: Tensor,
-        places: Tensor,
-        num_choices: int,
+        positions: Tensor,
+        kept_positions: slice,
         weights: Tensor | None,
+        num_choices: int,
+        dtype: torch.dtype,
     ) -> Tensor | None:
         """Decode and sum by token at once, as `ops.rows.sum_rows`; ``None`` where a codec cannot."""
         return None
@@ -87,7 +89,7 @@ class PlainCodec(Codec):
 
     def encode_rows(self, x_RD: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather and convert."""
-        out = torch.empty(len(index), x_RD.shape[1], dtype=dtype, device=x_RD.device)
+        out = torch.empty(index.shape[0], x_RD.shape[1], dtype=dtype, device=x_RD.device)
         rows.move_rows(x_RD, index, out, None)
         return out.view(torch.uint8)
 
@@ -100,12 +102,16 @@ class PlainCodec(Codec):
         wire_RB: Tensor,
         kept: Tensor,
         kept_rows: Tensor,
-        places: Tensor,
-        num_choices: int,
+        positions: Tensor,
+        kept_positions: slice,
         weights: Tensor | None,
+        num_choices: int,
+        dtype: torch.dtype,
     ) -> Tensor | None:
         """Gather and sum by token."""
-        return rows.sum_rows(wire_RB.view(kept.dtype), kept, kept_rows, places, num_choices, weights)
+        return rows.sum_rows(
+            wire_RB.view(kept.dtype), kept, kept_rows, positions, kept_positions, weights, num_choices, dtype
+        )
 
 
 class BlockCodec(Codec):
@@ -149,12 +155,16 @@ class BlockCodec(Codec):
         wire_RB: Tensor,
         kept: Tensor,
         kept_rows: Tensor,
-        places: Tensor,
-        num_choices: int,
+        positions: Tensor,
+        kept_positions: slice,
         weights: Tensor | None,
+        num_choices: int,
+        dtype: torch.dtype,
     ) -> Tensor | None:
         """Decode and sum by token."""
-        return wire.sum_rows(wire_RB, self.spec, kept, kept_rows, places, num_choices, weights)
+        return wire.sum_rows(
+            wire_RB, self.spec, kept, kept_rows, positions, kept_positions, weights, num_choices, dtype
+        )
 
     def codes(self, wire_RB: Tensor, num_columns: int) -> QuantizedTensor:
         """Return the rows still quantized, for a GEMM that takes them so."""

@@ -14,7 +14,7 @@ from lightning_nvfp4.comm.all_to_all import Exchange, combine, dispatch, dispatc
 from lightning_nvfp4.comm.choice import Choice, choose
 from lightning_nvfp4.comm.codec import AUTO, CODECS, BlockCodec, Codec, PlainCodec, find_codec
 from lightning_nvfp4.comm.link import Link, Traffic
-from lightning_nvfp4.comm.routing import plan_route
+from lightning_nvfp4.comm.routing import Route, plan_route
 from lightning_nvfp4.ops import Groups, QuantizedTensor
 from lightning_nvfp4.recipe import GemmRecipe
 
@@ -101,10 +101,10 @@ class CompressedAllToAll(EPImplementation):
             exchange = replace(exchange, codecs=self.communication.codecs)
         if layers is None:
             x_RD = dispatch(hidden_states, exchange, hidden_states.dtype, hidden_states.dtype)
-            y_RD = self._own_forward(x_RD, route.groups)
+            y_RD = self._own_forward(x_RD, route)
         else:
             y_RD = self._converted_forward(hidden_states, exchange, layers[0].effective())
-        return combine(y_RD, top_k_weights, exchange).to(hidden_states.dtype)
+        return combine(y_RD, top_k_weights, exchange, hidden_states.dtype)
 
     def _choose(self, x_TD: Tensor, exchange: Exchange, layers: tuple[_Numerics, ...] | None) -> None:
         takes_nvfp4 = layers is not None and takes_codes(layers[0].effective(), CODECS["nvfp4"])
@@ -127,18 +127,12 @@ class CompressedAllToAll(EPImplementation):
         # These experts round their input to BF16, so that nothing is lost by sending it so.
         return self.experts_forward(dispatch(x_TD, exchange, torch.bfloat16, dtype), ExpertRows(groups), None)
 
-    def _own_forward(self, x_RD: Tensor, groups: Groups) -> Tensor:
-        if not len(x_RD):
+    def _own_forward(self, x_RD: Tensor, route: Route) -> Tensor:
+        if not x_RD.shape[0]:
             # One row keeps the graph, so that the ranks' collectives in backward meet.
             row = x_RD.sum(0, keepdim=True)
-            return self.experts_forward(row, groups_index(groups, 1, x_RD.device), row.new_ones(1, 1))[:0]
-        index = groups_index(groups, len(x_RD), x_RD.device)
-        return self.experts_forward(x_RD, index, x_RD.new_ones(len(x_RD), 1))
-
-
-def groups_index(groups: Groups, num_rows: int, device: torch.device) -> Tensor:
-    """Return the expert of each row as top-1 ids int64 (R, 1)."""
-    return groups.expert_of(torch.arange(num_rows, device=device)).clamp(max=groups.num - 1).unsqueeze(1)
+            return self.experts_forward(row, route.order.new_zeros(1, 1), row.new_ones(1, 1))[:0]
+        return self.experts_forward(x_RD, route.experts.unsqueeze(1), x_RD.new_ones(x_RD.shape[0], 1))
 
 
 def takes_codes(gemm: GemmRecipe, codec: Codec) -> bool:

@@ -113,7 +113,7 @@ class Link:
             leg: one of `LEGS`.
             num_columns: elements of a row, for the count.
         """
-        self.traffic.add(leg, rows_RB.numel(), 2 * len(rows_RB) * num_columns)
+        self.traffic.add(leg, rows_RB.numel(), 2 * rows_RB.shape[0] * num_columns)
         out = rows_RB.new_empty(sum(receive), rows_RB.shape[1])
         if self.group is None:
             return Pending(out, None, leg)

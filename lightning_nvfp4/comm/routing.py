@@ -28,11 +28,13 @@ class Route:
         num_tokens, num_choices: T and S.
         order: int64 (T * S,), the choices by rank and expert.
         own: those in `order` that stay on this rank.
+        sent_choices, sent_tokens: int64, choice and token of each row for another rank.
+        local_choices, local_tokens: int64, choice and token of each row that stays.
         send, receive: rows for and from each rank; 0 for this one.
         received_rows: int64, place among the R rows of each row from another rank.
         local_rows: int64, place of each row that stays.
         padding_rows: int64, places of the rows that nobody sent.
-        groups: rows of each expert.
+        ends: int64 (E,), the end of each expert's rows.
         num_rows: R.
     """
 
@@ -40,49 +42,46 @@ class Route:
     num_choices: int
     order: Tensor
     own: slice
+    sent_choices: Tensor
+    sent_tokens: Tensor
+    local_choices: Tensor
+    local_tokens: Tensor
     send: tuple[int, ...]
     receive: tuple[int, ...]
     received_rows: Tensor
     local_rows: Tensor
     padding_rows: Tensor
-    groups: Groups
+    ends: Tensor
     num_rows: int
 
     @functools.cached_property
-    def sent_choices(self) -> Tensor:
-        """The choice of each row for another rank."""
-        return _without(self.order, self.own)
+    def positions(self) -> Tensor:
+        """int64 (T * S,): where each choice stands in `order`."""
+        return torch.empty_like(self.order).index_copy_(0, self.order, counting(self.order.shape[0], self.order.device))
 
     @functools.cached_property
-    def local_choices(self) -> Tensor:
-        """The choice of each row that stays."""
-        return self.order[self.own]
+    def groups(self) -> Groups:
+        """Rows of each expert."""
+        ends = self.ends
+        if ends.device.type == "cpu":
+            return Groups(len(ends), counts=tuple(ends.diff(prepend=ends.new_zeros(1)).tolist()))
+        return Groups(len(ends), offsets=torch.nn.functional.pad(ends, (1, 0)).to(torch.int32))
 
     @functools.cached_property
-    def tokens(self) -> Tensor:
-        """The token of each choice in `order`."""
-        return self.order // self.num_choices
+    def experts(self) -> Tensor:
+        """int64 (R,): the expert of each row."""
+        return torch.searchsorted(self.ends, counting(self.num_rows, self.ends.device), right=True)
 
-    @functools.cached_property
-    def sent_tokens(self) -> Tensor:
-        """The token of each row for another rank."""
-        return _without(self.tokens, self.own)
 
-    @functools.cached_property
-    def local_tokens(self) -> Tensor:
-        """The token of each row that stays."""
-        return self.tokens[self.own]
+_counted: dict[torch.device, Tensor] = {}
 
-    @functools.cached_property
-    def places(self) -> Tensor:
-        """int64 (T * S,): where each choice's output is on its return.
 
-        Row i of what the other ranks send back is i; the i-th row that stayed is -1 - i.
-        """
-        device, start, count = self.order.device, self.own.start, self.own.stop - self.own.start
-        after = torch.arange(start, len(self.order) - count, device=device)
-        parts = [torch.arange(start, device=device), torch.arange(-1, -1 - count, -1, device=device), after]
-        return torch.empty_like(self.order).index_copy_(0, self.order, torch.cat(parts))
+def counting(length: int, device: torch.device) -> Tensor:
+    """Return 0, 1, ... as int64; not to be written to."""
+    kept = _counted.get(device)
+    if kept is None or kept.shape[0] < length:
+        kept = _counted[device] = torch.arange(max(2 * length, 1024), device=device)
+    return kept[:length]
 
 
 def plan_route(top_k_index: Tensor, num_experts: int, link: Link, alignment: int, per_source: bool) -> Route:
@@ -99,36 +98,35 @@ def plan_route(top_k_index: Tensor, num_experts: int, link: Link, alignment: int
     """
     device, size = top_k_index.device, link.size
     sorted_ids, order = top_k_index.reshape(-1).sort(stable=True)
-    edges = torch.arange(num_experts * size + 1, device=device, dtype=sorted_ids.dtype)
+    edges = counting(num_experts * size + 1, device).to(sorted_ids.dtype)
     send_PE = torch.searchsorted(sorted_ids, edges).diff().view(size, num_experts)
     receive_PE = link.swap_counts(send_PE)
     counts = torch.stack([send_PE, receive_PE]).cpu().numpy()  # the wait
 
     send, receive = counts.sum(2).tolist()
     first_EP, padding, ends_E = _layout(counts[1].T, alignment, per_source)
-    before = counts[1].reshape(-1).cumsum() - counts[1].reshape(-1)
-    shifts, padding_rows, offsets = _to_device(
-        [first_EP.T.reshape(-1) - before, padding, np.concatenate([[0], ends_E])], device
-    )
+    flat = counts[1].reshape(-1)
+    shifts, padding_rows, ends = _to_device([first_EP.T.reshape(-1) - (flat.cumsum() - flat), padding, ends_E], device)
     total = sum(receive)
-    rows = torch.repeat_interleave(shifts, receive_PE.reshape(-1), output_size=total)
-    rows = rows + torch.arange(total, device=device)
+    rows = torch.repeat_interleave(shifts, receive_PE.reshape(-1), output_size=total) + counting(total, device)
     own, own_received = _own(send, link.rank), _own(receive, link.rank)
-    if device.type == "cpu":
-        groups = Groups(num_experts, counts=tuple(np.diff(ends_E, prepend=0).tolist()))
-    else:
-        groups = Groups(num_experts, offsets=offsets.to(torch.int32))
+    send[link.rank] = receive[link.rank] = 0
+    tokens = order // top_k_index.shape[1]
     return Route(
         num_tokens=top_k_index.shape[0],
         num_choices=top_k_index.shape[1],
         order=order,
         own=own,
-        send=tuple(0 if r == link.rank else n for r, n in enumerate(send)),
-        receive=tuple(0 if r == link.rank else n for r, n in enumerate(receive)),
+        sent_choices=_without(order, own),
+        sent_tokens=_without(tokens, own),
+        local_choices=order[own],
+        local_tokens=tokens[own],
+        send=tuple(send),
+        receive=tuple(receive),
         received_rows=_without(rows, own_received),
         local_rows=rows[own_received],
         padding_rows=padding_rows,
-        groups=groups,
+        ends=ends,
         num_rows=int(ends_E[-1]),
     )
 
@@ -140,13 +138,17 @@ def _layout(counts_EP: np.ndarray, alignment: int, per_source: bool) -> tuple[np
         The first row of each (E, P), the rows of padding, and the end of each expert's rows (E,).
     """
     cells_EP = counts_EP.copy()
-    if per_source:
+    if alignment == 1:
+        pass
+    elif per_source:
         cells_EP += -counts_EP % alignment
     else:
         cells_EP[:, -1] += -counts_EP.sum(1) % alignment
     ends_EP = cells_EP.reshape(-1).cumsum().reshape(cells_EP.shape)
     first_EP = ends_EP - cells_EP
-    runs = [np.arange(a, b) for a, b in zip((first_EP + counts_EP).flat, ends_EP.flat, strict=True) if b > a]
+    runs = []
+    if alignment > 1:
+        runs = [np.arange(a, b) for a, b in zip((first_EP + counts_EP).flat, ends_EP.flat, strict=True) if b > a]
     return first_EP, np.concatenate(runs) if runs else np.empty(0, np.int64), ends_EP[:, -1]
 
 
@@ -164,6 +166,6 @@ def _own(counts: list[int], rank: int) -> slice:
 
 
 def _without(x: Tensor, part: slice) -> Tensor:
-    if part.start == 0:
+    if not part.start:
         return x[part.stop :]
-    return x[: part.start] if part.stop == len(x) else torch.cat([x[: part.start], x[part.stop :]])
+    return x[: part.start] if part.stop == x.shape[0] else torch.cat([x[: part.start], x[part.stop :]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lightning_nvfp4.ops.backends import has_kernels, kernels
@@ -16,7 +17,7 @@ def move_rows(x: Tensor, source: Tensor | None, out: Tensor, target: Tensor | No
         out: (.., D).
         target: int64 (n,) rows of `out`, each at most once; all of them in order if ``None``.
     """
-    if has_kernels(x, "auto") and kernels().moves(x, out):
+    if has_kernels(x, "auto") and kernels().moves(x) and kernels().moves(out):
         kernels().move_rows(x, source, out, target)
         return
     rows = x if source is None else x[source]
@@ -27,18 +28,27 @@ def move_rows(x: Tensor, source: Tensor | None, out: Tensor, target: Tensor | No
 
 
 def sum_rows(
-    rows: Tensor, kept: Tensor, kept_rows: Tensor, places: Tensor, num_choices: int, weights: Tensor | None
+    rows: Tensor,
+    kept: Tensor,
+    kept_rows: Tensor,
+    positions: Tensor,
+    kept_positions: slice,
+    weights: Tensor | None,
+    num_choices: int,
+    dtype: torch.dtype,
 ) -> Tensor | None:
-    """Return the sum over each token's choices (T, D) float32, added in their order; ``None`` without a kernel for it.
+    """Return the sum over each token's choices (T, D), added in FP32 in their order; ``None`` without a kernel for it.
 
     Args:
         rows: (.., D), of the dtype of `kept`.
         kept: (.., D).
         kept_rows: int64 rows of `kept`.
-        places: int64 (T * S,), for each choice i a row of `rows`, or -1 - i for the row ``kept_rows[i]`` of `kept`.
-        num_choices: S.
+        positions: int64 (T * S,), the position of each choice's row in the sequence of all.
+        kept_positions: those that are the rows ``kept[kept_rows]``; around them are `rows`.
         weights: (T, S) factors, applied in FP32.
+        num_choices: S.
+        dtype: of the result.
     """
-    if has_kernels(kept, "auto") and kernels().moves(kept, rows):
-        return kernels().sum_rows(rows, None, kept, kept_rows, places, num_choices, weights)
+    if has_kernels(kept, "auto") and kernels().moves(kept) and kernels().moves(rows):
+        return kernels().sum_rows(rows, None, kept, kept_rows, positions, kept_positions, weights, num_choices, dtype)
     return None

@@ -113,16 +113,18 @@ def sum_rows(
     spec: QuantSpec,
     kept: Tensor,
     kept_rows: Tensor,
-    places: Tensor,
-    num_choices: int,
+    positions: Tensor,
+    kept_positions: slice,
     weights: Tensor | None,
+    num_choices: int,
+    dtype: torch.dtype,
 ) -> Tensor | None:
     """Decode, and sum by token as `ops.rows.sum_rows`; ``None`` without a kernel for it."""
     layout = row_layout(spec, kept.shape[1])
     if not _by_kernels(wire_RB, kept, spec, layout):
         return None
     coded = (spec, layout.scales, layout.tensor, layout.size)
-    return kernels().sum_rows(wire_RB, coded, kept, kept_rows, places, num_choices, weights)
+    return kernels().sum_rows(wire_RB, coded, kept, kept_rows, positions, kept_positions, weights, num_choices, dtype)
 
 
 def _by_kernels(on: Tensor, matrix: Tensor, spec: QuantSpec, layout: RowLayout) -> bool:

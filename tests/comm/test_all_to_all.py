@@ -11,7 +11,7 @@ from lightning_nvfp4.comm.link import LEGS, Link, Traffic
 from lightning_nvfp4.comm.routing import plan_route
 from lightning_nvfp4.ops import quantize
 
-HIDDEN, EXPERTS, TOKENS = 80, 12, 20
+HIDDEN, EXPERTS, TOKENS = 128, 12, 20
 ROUTINGS = ("spread", "a rank has no row", "all to one rank", "a rank holds no token")
 CASES = [(routing, codec, consistent) for routing in ROUTINGS for codec in CODECS for consistent in (False, True)]
 
@@ -34,13 +34,14 @@ def batch(rank, size, routing):
 
 def experts_of(rows, groups, first):
     """Stand-in for experts: each multiplies its rows elementwise by its own vector."""
-    scale = torch.linspace(0.5, 2, EXPERTS * HIDDEN).view(EXPERTS, HIDDEN)
-    expert = groups.expert_of(torch.arange(len(rows))).clamp(max=groups.num - 1)
+    scale = torch.linspace(0.5, 2, EXPERTS * HIDDEN).view(EXPERTS, HIDDEN).to(rows.device)
+    expert = groups.expert_of(torch.arange(len(rows), device=rows.device)).clamp(max=groups.num - 1)
     return rows * scale[first + expert]
 
 
-def forward_backward(x, ids, weights, dout, link, codec, consistent=False, alignment=32):
+def forward_backward(x, ids, weights, dout, link, codec, consistent=False, alignment=32, device="cpu"):
     """Return the rows at the experts, then output and gradients."""
+    x, ids, weights, dout = (tensor.to(device) for tensor in (x, ids, weights, dout))
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     local = EXPERTS // link.size
     exchange = Exchange(
@@ -52,14 +53,16 @@ def forward_backward(x, ids, weights, dout, link, codec, consistent=False, align
     rows = dispatch(x, exchange, torch.float32, torch.float32)
     out = combine(experts_of(rows, exchange.route.groups, local * link.rank), weights, exchange)
     out.backward(dout)
-    return [rows.detach(), out.detach(), x.grad, weights.grad]
+    return [found.detach().cpu() for found in (rows, out, x.grad, weights.grad)]
 
 
-def all_cases(rank, size):
+def all_cases(rank, size, device="cpu"):
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     link = Link(dist.group.WORLD, Traffic())
     results = {}
     for case in CASES:
-        found = forward_backward(*batch(rank, size, case[0]), link, *case[1:])
+        found = forward_backward(*batch(rank, size, case[0]), link, *case[1:], device=device)
         results[case] = (found, dict(link.traffic.sent), dict(link.traffic.bf16))
         link.traffic.take()
     return results
@@ -178,3 +181,16 @@ def test_bytes_counted_are_those_of_the_codecs_formula(found):
             rows = dict(zip(LEGS, (leaving, arriving, arriving, leaving), strict=True))
             assert sent == {leg: n * row for leg, n in rows.items()}
             assert bf16 == {leg: n * HIDDEN * 2 for leg, n in rows.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_nccl_and_the_kernels_give_what_gloo_and_the_reference_give():
+    """Rows, outputs and the gradients of tokens bitwise; those of weights are sums over columns in another order."""
+    on_cpu, on_gpu = run_ranks(all_cases, 2, 2), run_ranks(all_cases, 2, 2, "cuda", group="nccl", limit=240)
+    for expected, found in zip(on_cpu, on_gpu, strict=True):
+        for case in CASES:
+            assert found[case][1:] == expected[case][1:]
+            *exact, dweights = zip(found[case][0], expected[case][0], strict=True)
+            assert all(torch.equal(a, b) for a, b in exact), case
+            torch.testing.assert_close(*dweights, rtol=1e-5, atol=1e-5)

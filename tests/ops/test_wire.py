@@ -76,7 +76,7 @@ def test_kernel_sums_by_token_in_the_order_of_the_choices(name, weighted, device
     generator = torch.Generator().manual_seed(5)
     far, kept = (matrix(rows, columns, device, dtypes(device)[-1]).nan_to_num(posinf=9) for rows in (8, 6))
     kept_rows = torch.tensor([5, 0, 2, 4], device=device)
-    places = torch.cat([torch.arange(8), torch.arange(-1, -5, -1)])[torch.randperm(12, generator=generator)].to(device)
+    positions, kept_positions = torch.randperm(12, generator=generator).to(device), slice(3, 7)
     weights = torch.rand(4, choices, generator=generator).to(device) if weighted else None
     rows, coded, decoded = far, None, far
     if name is not None:
@@ -86,9 +86,9 @@ def test_kernel_sums_by_token_in_the_order_of_the_choices(name, weighted, device
         rows = encode_rows(far.cpu(), spec).to(device)
         decoded = torch.empty_like(far, device="cpu")
         decode_rows(rows.cpu(), spec, decoded)
-    found = kernels.sum_rows(rows, coded, kept, kept_rows, places, choices, weights)
-    parts = torch.cat([decoded.cpu(), kept.cpu()[kept_rows.cpu()].flip(0)])[places.cpu()]  # -1 - i counts from the end
-    parts = parts.view(4, choices, columns).float()
+    found = kernels.sum_rows(rows, coded, kept, kept_rows, positions, kept_positions, weights, choices, torch.float32)
+    all_rows = torch.cat([decoded.cpu()[:3], kept.cpu()[kept_rows.cpu()], decoded.cpu()[3:]])
+    parts = all_rows[positions.cpu()].view(4, choices, columns).float()
     total = None
     for s in range(choices):
         part = parts[:, s] if weights is None else parts[:, s] * weights.cpu()[:, s, None]

@@ -72,7 +72,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(size, spread):
     """FP32 without codec: equal up to the order of sums over the batch, clipping included."""
     alone, _ = fit(0, 1, "auto")
     settings = {"codec": "none", "expert_parallel_size": spread}
-    found = run_ranks(train, size, size, settings, "32-true", STEPS, None, None, group=False)
+    found = run_ranks(train, size, size, settings, "32-true", STEPS, None, None, group=None)
     close(mean(found), torch.tensor(alone.losses))
     for _, norms, _ in found:
         close(torch.tensor(norms), torch.tensor(alone.norms))
@@ -91,12 +91,12 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_and_on_four(tmp_path, sharde
     expected = continued(tmp_path / "stock")
     saved = str(tmp_path / "checkpoint")
     settings = {"codec": "none", "save_distributed_checkpoint": sharded}
-    run_ranks(train, 2, 2, settings, "32-true", 2, saved, None, group=False)
+    run_ranks(train, 2, 2, settings, "32-true", 2, saved, None, group=None)
     assert (tmp_path / "checkpoint").is_dir() == sharded
     assert {path.name for path in tmp_path.iterdir()} == {"stock", "checkpoint"}  # no temporary is left
     for size, spread in ((1, 1), (4, 2)):
         settings = {"codec": "none", "expert_parallel_size": spread}
-        found = run_ranks(train, size, size, settings, "32-true", STEPS, None, saved, group=False)
+        found = run_ranks(train, size, size, settings, "32-true", STEPS, None, saved, group=None)
         close(mean(found), expected)
     if not sharded:
         stock, _ = fit(0, 1, "auto", resume=saved)
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_and_on_four(tmp_path, sharde
 
 def test_a_checkpoint_of_a_stock_run_continues_on_two_ranks(tmp_path):
     expected = continued(tmp_path / "stock")
-    found = run_ranks(train, 2, 2, {"codec": "none"}, "32-true", STEPS, None, str(tmp_path / "stock"), group=False)
+    found = run_ranks(train, 2, 2, {"codec": "none"}, "32-true", STEPS, None, str(tmp_path / "stock"), group=None)
     close(mean(found), expected)
 
 
@@ -116,7 +116,7 @@ def logged(rank, folder, codec):
 
 
 def test_bytes_of_each_step_are_logged_over_all_ranks(tmp_path):
-    (metrics, hidden), _ = run_ranks(logged, 2, str(tmp_path), "s2f6", group=False)
+    (metrics, hidden), _ = run_ranks(logged, 2, str(tmp_path), "s2f6", group=None)
     row = CODECS["s2f6"].row_bytes(hidden, torch.bfloat16)
     rows = metrics["comm/bytes_sent"] / row
     assert rows == rows.round() and metrics["comm/bytes_saved"] == rows * (2 * hidden - row)
@@ -134,13 +134,13 @@ def chosen(rank, size, folder, saved, resume):
 
 def test_auto_measures_once_chooses_alike_on_all_ranks_and_is_saved_with_the_run(tmp_path, monkeypatch):
     saved = str(tmp_path / "checkpoint")
-    (names, logged), other = run_ranks(chosen, 2, 2, str(tmp_path), saved, None, group=False)
+    (names, logged), other = run_ranks(chosen, 2, 2, str(tmp_path), saved, None, group=None)
     assert names == other[0] and names["combine_backward"] == "mxfp8"
     assert {names[leg] for leg in names if leg != "combine_backward"} <= {"none", "s2f6", "nvfp4"}
     assert logged == {f"codec/{leg}": name for leg, name in names.items()}
     # The other choice, were it measured anew: what was chosen is taken from the checkpoint.
     monkeypatch.setattr("lightning_nvfp4.comm.choice.CANDIDATES", ("mxfp8",))
-    resumed = run_ranks(chosen, 2, 2, str(tmp_path / "resumed"), None, saved, group=False)
+    resumed = run_ranks(chosen, 2, 2, str(tmp_path / "resumed"), None, saved, group=None)
     assert all(found == names for found, _ in resumed)
 
 
@@ -155,7 +155,7 @@ def dying(rank, size):
 
 def test_a_rank_that_dies_is_reported_by_the_others():
     with pytest.raises(RuntimeError) as caught:
-        run_ranks(dying, 2, 2, group=False, limit=40)
+        run_ranks(dying, 2, 2, group=None, limit=40)
     report = str(caught.value)
     assert "rank 1: ended with status -9" in report
     assert "RankLostError" in report and "rank 0 of 2" in report and "last checkpoint" in report
@@ -193,7 +193,7 @@ def refused(rank, size, spread, experts):
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_with_the_ones_that_do(spread, experts, words):
-    for message in run_ranks(refused, 2, 2, spread, experts, group=False):
+    for message in run_ranks(refused, 2, 2, spread, experts, group=None):
         assert all(word in message for word in words)
 
 

@@ -12,6 +12,7 @@ from lightning_nvfp4.ops.triton.launch import MAX_ROW
 from lightning_nvfp4.ops.triton.runtime import launch
 from lightning_nvfp4.recipe import QuantSpec
 
+_DTYPES = frozenset((*DTYPES, torch.uint8))
 _TILE = 4096
 """Elements of a tile."""
 _RUN = 1024
@@ -20,9 +21,9 @@ _DECODE = ("NV", "M", "E", "TOP", "SIGNS", "HADAMARD", "BLOCK")
 _ENCODE = (*_DECODE, "MAX", "RECIPROCAL", "MAX_EXPONENT", "RULE", "ZERO")
 
 
-def moves(*matrices: Tensor) -> bool:
-    """Return whether the kernels can move rows between these matrices."""
-    return all(x.ndim == 2 and x.stride(1) == 1 and x.dtype in (*DTYPES, torch.uint8) for x in matrices)
+def moves(x: Tensor) -> bool:
+    """Return whether the kernels can read and write rows of x."""
+    return x.ndim == 2 and x.stride(1) == 1 and x.dtype in _DTYPES
 
 
 def wires(x: Tensor, spec: QuantSpec, tensor: int, size: int) -> bool:
@@ -34,7 +35,7 @@ def wires(x: Tensor, spec: QuantSpec, tensor: int, size: int) -> bool:
 
 def encode_rows(x: Tensor, spec: QuantSpec, index: Tensor | None, scales: int, tensor: int, size: int) -> Tensor:
     """Implement `ops.wire.encode_rows` for a row layout (scales, tensor, size)."""
-    num_rows = len(x) if index is None else len(index)
+    num_rows = x.shape[0] if index is None else index.shape[0]
     wire = torch.empty(num_rows, size, dtype=torch.uint8, device=x.device)
     if not num_rows:
         return wire
@@ -53,13 +54,13 @@ def decode_rows(
     wire: Tensor, spec: QuantSpec, out: Tensor, index: Tensor | None, scales: int, tensor: int, size: int
 ) -> None:
     """Implement `ops.wire.decode_rows`."""
-    if not len(wire):
+    if not wire.shape[0]:
         return
     constants = constants_of(spec)
     rows, c = _tile(spec, out.shape[1], whole_rows=False)
     launch(
-        kernels.decode_kernel, _grid(len(wire), rows, num_blocks(out.shape[1], spec), c), wire,
-        wire, _tensor_scales(wire, spec, tensor), given(index, wire), out, len(wire), out.shape[1], out.stride(0),
+        kernels.decode_kernel, _grid(wire.shape[0], rows, num_blocks(out.shape[1], spec), c), wire,
+        wire, _tensor_scales(wire, spec, tensor), given(index, wire), out, wire.shape[0], out.shape[1], out.stride(0),
         size, scales, INDEXED=index is not None, **{name: constants[name] for name in _DECODE},
         L_TILE=rows, C=c, num_warps=warps_of(rows * c * constants["BLOCK"]),
     )  # fmt: skip
@@ -67,7 +68,7 @@ def decode_rows(
 
 def move_rows(x: Tensor, source: Tensor | None, out: Tensor, target: Tensor | None) -> None:
     """Implement `ops.rows.move_rows`."""
-    num_rows = next((len(index) for index in (source, target) if index is not None), len(x))
+    num_rows = (x if source is None else source).shape[0]
     if not num_rows:
         return
     run = min(power_of_two(x.shape[1]), 2 * _RUN)
@@ -84,13 +85,15 @@ def sum_rows(
     coded: tuple[QuantSpec, int, int, int] | None,
     kept: Tensor,
     kept_rows: Tensor,
-    places: Tensor,
-    num_choices: int,
+    positions: Tensor,
+    kept_positions: slice,
     weights: Tensor | None,
+    num_choices: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Implement `ops.rows.sum_rows`; of `ops.wire.sum_rows`, whose rows are `coded`: (format, scales, tensor, size)."""
-    num_tokens, num_k = len(places) // num_choices, kept.shape[1]
-    out = torch.empty(num_tokens, num_k, dtype=torch.float32, device=kept.device)
+    num_tokens, num_k = positions.shape[0] // num_choices, kept.shape[1]
+    out = torch.empty(num_tokens, num_k, dtype=dtype, device=kept.device)
     if not num_tokens:
         return out
     spec = coded[0] if coded else QuantSpec("s2f6")
@@ -104,8 +107,9 @@ def sum_rows(
     weights = None if weights is None else weights.contiguous()
     launch(
         kernels.sum_kernel, _grid(num_tokens, tile, ceil_div(num_k, constants["BLOCK"]), c), kept,
-        rows, tensor_scales, kept, kept_rows, places, given(weights, kept), out, num_tokens, num_k,
-        kept.stride(0), size, scales, S=num_choices, WEIGHTED=weights is not None, CODED=coded is not None,
+        rows, tensor_scales, kept, kept_rows, positions, given(weights, kept), out, num_tokens, num_k,
+        kept.stride(0), size, scales, kept_positions.start, kept_positions.stop,
+        S=num_choices, WEIGHTED=weights is not None, CODED=coded is not None,
         **{name: constants[name] for name in _DECODE}, L_TILE=tile, C=c,
         num_warps=warps_of(tile * c * constants["BLOCK"]),
     )  # fmt: skip
@@ -129,4 +133,4 @@ def _tensor_scales(wire: Tensor, spec: QuantSpec, tensor: int) -> Tensor:
     """Return the float32 tensor scales in the wire's rows, or, for formats without, anything."""
     if spec.format != "nvfp4":
         return wire
-    return wire.view(torch.float32)[:, tensor // 4 :] if len(wire) else wire
+    return wire.view(torch.float32)[:, tensor // 4 :] if wire.shape[0] else wire

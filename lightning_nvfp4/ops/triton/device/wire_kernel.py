@@ -199,7 +199,7 @@ def sum_kernel(
     tensor_ptr,
     kept_ptr,
     kept_rows_ptr,
-    places_ptr,
+    positions_ptr,
     weights_ptr,
     out_ptr,
     num_tokens,
@@ -207,6 +207,8 @@ def sum_kernel(
     kept_stride,
     size,
     scales,
+    kept_start,
+    kept_stop,
     S: tl.constexpr,
     WEIGHTED: tl.constexpr,
     CODED: tl.constexpr,
@@ -227,19 +229,20 @@ def sum_kernel(
     here, inside = t < num_tokens, (t < num_tokens) & (k < num_k)
     total = tl.zeros((L_TILE, C, BLOCK), tl.float32)
     for s in tl.static_range(S):
-        place = tl.load(places_ptr + t * S + s, mask=here, other=0)
-        away = here & (place >= 0)
-        row = tl.load(kept_rows_ptr - 1 - place, mask=here & (place < 0), other=0)
-        kept = tl.load(kept_ptr + row * kept_stride + k, mask=inside & (place < 0), other=0.0)
+        position = tl.load(positions_ptr + t * S + s, mask=here, other=0)
+        stays = (position >= kept_start) & (position < kept_stop)
+        row = tl.load(kept_rows_ptr + position - kept_start, mask=here & stays, other=0)
+        kept = tl.load(kept_ptr + row * kept_stride + k, mask=inside & stays, other=0.0)
+        at = tl.where(position >= kept_stop, position - (kept_stop - kept_start), position)
         if CODED:
             far = _decoded(
-                wire_ptr, tensor_ptr, place, k0, num_k, size, scales, away,
+                wire_ptr, tensor_ptr, at, k0, num_k, size, scales, here & (stays == 0),
                 NV, M, E, TOP, SIGNS, HADAMARD, L_TILE, C, BLOCK,
             ).to(kept.dtype)  # fmt: skip
         else:
-            far = tl.load(wire_ptr + place * size + k, mask=inside & (place >= 0), other=0.0)
-        part = tl.where(place >= 0, far, kept).to(tl.float32)
+            far = tl.load(wire_ptr + at * size + k, mask=inside & (stays == 0), other=0.0)
+        part = tl.where(stays, kept, far).to(tl.float32)
         if WEIGHTED:
             part = part * tl.load(weights_ptr + t * S + s, mask=here, other=0.0).to(tl.float32)
         total = part if s == 0 else total + part
-    tl.store(out_ptr + t * num_k + k, total, mask=inside)
+    tl.store(out_ptr + t * num_k + k, total.to(out_ptr.dtype.element_ty), mask=inside)
