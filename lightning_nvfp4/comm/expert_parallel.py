@@ -26,10 +26,12 @@ class ExpertRows:
     Attributes:
         groups: rows of each expert.
         codes: the rows as the first GEMM's quantized input, if they arrived so; their tensor then has no content.
+        segments: see `Route.segments`; stochastic rounding then draws for each by itself, whichever rank that is on.
     """
 
     groups: Groups
     codes: QuantizedTensor | None = None
+    segments: tuple[tuple[int, int, int], ...] | None = None
 
 
 class _Numerics(Protocol):
@@ -115,7 +117,10 @@ class CompressedAllToAll(EPImplementation):
             self.communication.on_choice(choice)
 
     def _converted_forward(self, x_TD: Tensor, exchange: Exchange, gemm: GemmRecipe) -> Tensor:
-        codec, groups = exchange.codecs["dispatch_forward"], exchange.route.groups
+        codec, rows = (
+            exchange.codecs["dispatch_forward"],
+            ExpertRows(exchange.route.groups, None, exchange.route.segments),
+        )
         device = x_TD.device.type
         # Codes have fewer bits than BF16: the rows' gradients need no more either where the rest runs in BF16.
         dtype = x_TD.dtype
@@ -123,9 +128,9 @@ class CompressedAllToAll(EPImplementation):
             dtype = torch.get_autocast_dtype(device)
         if takes_codes(gemm, codec):
             carrier, codes = dispatch_codes(x_TD.to(torch.bfloat16), exchange, dtype)
-            return self.experts_forward(carrier, ExpertRows(groups, codes), None)
+            return self.experts_forward(carrier, replace(rows, codes=codes), None)
         # These experts round their input to BF16, so that nothing is lost by sending it so.
-        return self.experts_forward(dispatch(x_TD, exchange, torch.bfloat16, dtype), ExpertRows(groups), None)
+        return self.experts_forward(dispatch(x_TD, exchange, torch.bfloat16, dtype), rows, None)
 
     def _own_forward(self, x_RD: Tensor, route: Route) -> Tensor:
         if not x_RD.shape[0]:

@@ -82,7 +82,7 @@ class Link:
         group: its process group; ``None`` for a group of this rank alone.
         size: ranks in it.
         rank: of this process in it.
-        source: number of this process among all, by which its tokens are known.
+        sources: number of each member among all processes, by which its tokens are known.
         traffic: counts what is sent.
     """
 
@@ -90,7 +90,8 @@ class Link:
         self.group, self.traffic = group, traffic
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.source = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        alone = [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
+        self.sources = alone if group is None else dist.get_process_group_ranks(group)
 
     def swap_counts(self, counts_PE: Tensor) -> Tensor:
         """Return how many rows each rank sends to each expert here, for how many this one sends to those of each."""

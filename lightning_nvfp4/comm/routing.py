@@ -36,6 +36,8 @@ class Route:
         padding_rows: int64, places of the rows that nobody sent.
         ends: int64 (E,), the end of each expert's rows.
         num_rows: R.
+        segments: first row, end and number of each part that one source sends to one expert, padding included; the
+            number names both among all. ``None`` unless padded per source.
     """
 
     num_tokens: int
@@ -53,6 +55,7 @@ class Route:
     padding_rows: Tensor
     ends: Tensor
     num_rows: int
+    segments: tuple[tuple[int, int, int], ...] | None = None
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -104,9 +107,11 @@ def plan_route(top_k_index: Tensor, num_experts: int, link: Link, alignment: int
     counts = torch.stack([send_PE, receive_PE]).cpu().numpy()  # the wait
 
     send, receive = counts.sum(2).tolist()
-    first_EP, padding, ends_E = _layout(counts[1].T, alignment, per_source)
+    first_EP, ends_EP, padding = _layout(counts[1].T, alignment, per_source)
     flat = counts[1].reshape(-1)
-    shifts, padding_rows, ends = _to_device([first_EP.T.reshape(-1) - (flat.cumsum() - flat), padding, ends_E], device)
+    shifts, padding_rows, ends = _to_device(
+        [first_EP.T.reshape(-1) - (flat.cumsum() - flat), padding, ends_EP[:, -1]], device
+    )
     total = sum(receive)
     rows = torch.repeat_interleave(shifts, receive_PE.reshape(-1), output_size=total) + counting(total, device)
     own, own_received = _own(send, link.rank), _own(receive, link.rank)
@@ -127,15 +132,24 @@ def plan_route(top_k_index: Tensor, num_experts: int, link: Link, alignment: int
         local_rows=rows[own_received],
         padding_rows=padding_rows,
         ends=ends,
-        num_rows=int(ends_E[-1]),
+        num_rows=int(ends_EP[-1, -1]),
+        segments=_segments(first_EP, ends_EP, link) if per_source else None,
     )
+
+
+def _segments(first_EP: np.ndarray, ends_EP: np.ndarray, link: Link) -> tuple[tuple[int, int, int], ...]:
+    num_experts, size = first_EP.shape
+    experts = link.rank * num_experts + np.arange(num_experts)
+    numbers_EP = np.array(link.sources) * (num_experts * size) + experts[:, None]
+    cells = zip(first_EP.flat, ends_EP.flat, numbers_EP.flat, strict=True)
+    return tuple((int(start), int(end), int(number)) for start, end, number in cells if end > start)
 
 
 def _layout(counts_EP: np.ndarray, alignment: int, per_source: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lay rows out by expert, then by source.
 
     Returns:
-        The first row of each (E, P), the rows of padding, and the end of each expert's rows (E,).
+        The first row and the end of each (E, P), the end including padding, and the rows of padding.
     """
     cells_EP = counts_EP.copy()
     if alignment == 1:
@@ -149,7 +163,7 @@ def _layout(counts_EP: np.ndarray, alignment: int, per_source: bool) -> tuple[np
     runs = []
     if alignment > 1:
         runs = [np.arange(a, b) for a, b in zip((first_EP + counts_EP).flat, ends_EP.flat, strict=True) if b > a]
-    return first_EP, np.concatenate(runs) if runs else np.empty(0, np.int64), ends_EP[:, -1]
+    return first_EP, ends_EP, np.concatenate(runs) if runs else np.empty(0, np.int64)
 
 
 def _to_device(arrays: list[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:

@@ -187,7 +187,7 @@ def _linear(
     weight = getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     weight = weight.transpose(-1, -2) if module.is_transposed else weight
-    return grouped_linear(x, weight, bias, rows.groups, numerics, dtype, codes)
+    return grouped_linear(x, weight, bias, rows.groups, numerics, dtype, codes, rows.segments)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)

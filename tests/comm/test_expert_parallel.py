@@ -111,3 +111,39 @@ def test_every_codec_stays_near_the_exact_result():
     for (*_, legs), found in zip(cases, zip(*run_ranks(spread, 2, 2, cases), strict=True), strict=True):
         for a, *b in zip(expected, *(results for results, _ in found), strict=True):
             assert sqnr_db(a, torch.cat(b)) > at_least[legs["combine_forward"]]
+
+
+def consistent(rank, size, codec):
+    """Results of one of four ranks with experts spread over one, two and four of them; random bits differ by rank."""
+    results = []
+    for spread in (1, 2, 4):
+        model, experts = experts_of("qwen3_moe", None)
+        convert(model, "nvfp4-hybrid", overrides=EVERYTHING).context.begin(3, rank, step=1, micro_batch=0)
+        arguments = batch(rank, experts)
+        mesh = init_device_mesh("cpu", (size // spread, spread), mesh_dim_names=("copies", "ep"))["ep"]
+        experts.num_experts //= spread
+        for key, parameter in list(experts.named_parameters()):
+            part = parameter.detach().chunk(spread)[rank % spread].clone()
+            setattr(experts, key, torch.nn.Parameter(part))
+        communication = Communication(dict.fromkeys(LEGS, codec), consistent=True)
+        forward = CompressedAllToAll(experts, mesh if spread > 1 else None, None, communication=communication)
+        results.append(forward_backward(experts, forward, *arguments))
+    return results
+
+
+@pytest.mark.parametrize("codec", ["s2f6", "nvfp4"])
+def test_consistent_results_do_not_depend_on_how_many_ranks_share_the_experts(codec):
+    """Outputs and gradients of what each rank holds bitwise, stochastic rounding and blocks along tokens included.
+
+    Gradients of the weights are sums over all tokens, here of copies and there in one product: equal up to that order.
+    """
+    ranks = run_ranks(consistent, 4, 4, codec)
+    weights = []
+    for i, spread in enumerate((1, 2, 4)):
+        for found in ranks:
+            assert all(torch.equal(a, b) for a, b in zip(found[0][:3], found[i][:3], strict=True)), spread
+        copies = [ranks[first : first + spread] for first in range(0, 4, spread)]
+        weights.append([sum(torch.cat([found[i][k] for found in copy]) for copy in copies) for k in (3, 4)])
+    for other in weights[1:]:
+        for a, b in zip(weights[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
