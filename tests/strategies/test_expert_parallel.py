@@ -3,6 +3,7 @@
 import os
 import signal
 from datetime import timedelta
+from types import SimpleNamespace
 
 import lightning
 import pytest
@@ -17,6 +18,7 @@ from lightning_nvfp4 import ExpertParallelStrategy
 from lightning_nvfp4.comm import CODECS
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.optim import OptimizerConfig, build_adamw
+from lightning_nvfp4.strategies import sharded_checkpoint
 
 BATCH, LENGTH, STEPS = 8, 12, 4
 
@@ -205,3 +207,33 @@ def test_the_name_is_known_in_both_class_trees():
         trainer = package.Trainer(strategy="expert-parallel", accelerator="cpu", devices=2, logger=False)
         assert trainer.strategy.strategy_name == "expert-parallel"
         assert isinstance(trainer.strategy, base)
+
+
+def failing_save(rank, size, folder):
+    module, trainer = fit(rank, size, ExpertParallelStrategy(codec="none"), 2)
+    path = f"{folder}/last.ckpt"
+    trainer.save_checkpoint(path)
+    sharded_checkpoint.dcp = SimpleNamespace(save=lambda *args, **kwargs: full_disk())
+    with pytest.raises(UserError, match="No space left on device.*unchanged"):
+        trainer.save_checkpoint(path)
+    return sorted(os.listdir(folder))
+
+
+def full_disk():
+    raise OSError(28, "No space left on device")
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_previous_one_whole(tmp_path):
+    for names in run_ranks(failing_save, 2, 2, str(tmp_path), group=None):
+        assert names == ["last.ckpt"]
+    # Killed between the two renames: the previous one is found under its other name.
+    os.rename(tmp_path / "last.ckpt", tmp_path / ".last.ckpt.old")
+    found = run_ranks(train, 2, 2, {"codec": "none"}, "32-true", 3, None, str(tmp_path / "last.ckpt"), group=None)
+    assert len(found[0][0]) == 1
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_folder_that_was_cut_short_is_refused(tmp_path):
+    (tmp_path / "cut.ckpt").mkdir()
+    with pytest.raises(RuntimeError, match="cut short"):
+        run_ranks(train, 1, 1, {"codec": "none"}, "32-true", 1, None, str(tmp_path / "cut.ckpt"), group=None)
