@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 # A fork has everything imported. Where CUDA may be in use, or Python warns of forks, a server starts the ranks.
 _FORK = not torch.cuda.is_available() and sys.version_info < (3, 12)
@@ -79,6 +80,7 @@ def _run(pipe: Connection, rank: int, size: int, port: int, group: str | None, w
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1", NODE_RANK="0")
     torch.set_num_threads(1)
+    rank_zero_only.rank = rank  # read from the environment at import, which a fork has behind it
     path, name, arguments = where
     try:
         spec = importlib.util.spec_from_file_location(f"rank_{os.path.basename(path)[:-3]}", path)
