@@ -119,7 +119,9 @@ def consistent(rank, size, codec):
     for spread in (1, 2, 4):
         model, experts = experts_of("qwen3_moe", None)
         convert(model, "nvfp4-hybrid", overrides=EVERYTHING).context.begin(3, rank, step=1, micro_batch=0)
-        arguments = batch(rank, experts)
+        x, ids, w, dout = batch(rank, experts)
+        # Sources so far apart that a block along tokens with rows of two of them would lose the smaller one's.
+        arguments = x * 32**rank, ids, w, dout / 32**rank
         mesh = init_device_mesh("cpu", (size // spread, spread), mesh_dim_names=("copies", "ep"))["ep"]
         experts.num_experts //= spread
         for key, parameter in list(experts.named_parameters()):
@@ -146,4 +148,4 @@ def test_consistent_results_do_not_depend_on_how_many_ranks_share_the_experts(co
         weights.append([sum(torch.cat([found[i][k] for found in copy]) for copy in copies) for k in (3, 4)])
     for other in weights[1:]:
         for a, b in zip(weights[0], other, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            assert sqnr_db(a, b) > 110  # FP32
