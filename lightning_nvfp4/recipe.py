@@ -160,6 +160,12 @@ class GemmRecipe:
         """Return the formats of the operands."""
         return frozenset(spec.format for name in OPERANDS if (spec := getattr(self, name)) is not None)
 
+    @property
+    def tokens_alignment(self) -> int:
+        """Multiple to which an expert's rows are padded, so that no block along tokens spans two experts."""
+        specs = (self.wgrad_grad_output, self.wgrad_input)
+        return max([max(spec.block[1], spec.hadamard or 0) for spec in specs if spec and spec.block], default=1)
+
     def forward_name(self) -> str:
         """Return the format of the forward GEMM, for tables."""
         return _pair_name(self.fprop_input, self.fprop_weight)

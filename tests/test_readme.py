@@ -10,7 +10,7 @@ BLOCKS = [b for b in re.findall(r"```python\n(.*?)```", README.read_text(), re.D
 
 
 def test_the_readme_has_its_examples():
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
 
 
 @pytest.mark.filterwarnings("ignore:Precision .* is not supported by the model summary")

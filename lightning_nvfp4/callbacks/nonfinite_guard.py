@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_nvfp4.errors import UserError
 
@@ -75,8 +76,10 @@ class NonfiniteGuard(Callback):
 
 
 def nonfinite_gradients(module: nn.Module) -> list[str]:
-    """Return the names of the parameters of `module` whose gradient holds a NaN or an infinity."""
-    named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None and p.grad.numel()]
+    """Return the names of the parameters of `module` whose gradient, or part of one on this rank, is not finite."""
+    grads = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
+    parts = [(name, grad.to_local() if isinstance(grad, DTensor) else grad) for name, grad in grads]
+    named = [(name, part) for name, part in parts if part.numel()]
     if not named:
         return []
     # A maximum of magnitudes is finite exactly where every element is; unlike a norm it cannot overflow.

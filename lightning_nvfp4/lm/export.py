@@ -6,6 +6,8 @@ import copy
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,8 @@ def export(model: PreTrainedModel, weights: dict[str, Tensor], target: Path, tok
     for leftover in (*target.parent.glob(f".{target.name}.*.tmp"), *target.parent.glob(f".{target.name}.*.old")):
         shutil.rmtree(leftover)
     try:
-        model.save_pretrained(temporary, state_dict=weights)
+        with _unsharded(model.config):
+            model.save_pretrained(temporary, state_dict=weights)
         public_config(model, tokenizer).save_pretrained(temporary)
         generation_config(model, tokenizer).save_pretrained(temporary)
         if tokenizer is not None:
@@ -93,6 +96,17 @@ def export(model: PreTrainedModel, weights: dict[str, Tensor], target: Path, tok
     shutil.rmtree(retired, ignore_errors=True)
 
 
+@contextmanager
+def _unsharded(config: PretrainedConfig) -> Iterator[None]:
+    """Hide how the model is sharded: transformers would gather the weights, which has been done, on all ranks."""
+    layout = vars(config).pop("distributed_config", None)
+    try:
+        yield
+    finally:
+        if layout is not None:
+            config.distributed_config = layout
+
+
 def public_config(model: PreTrainedModel, tokenizer: Any | None) -> PretrainedConfig:
     """Return the model's configuration as another program should see it.
 
@@ -104,6 +118,7 @@ def public_config(model: PreTrainedModel, tokenizer: Any | None) -> PretrainedCo
     config.dtype = "float32"
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config._experts_implementation = None
+    vars(config).pop("distributed_config", None)
     text = config.get_text_config()
     if hasattr(text, "output_router_logits"):
         text.output_router_logits = False

@@ -26,8 +26,8 @@ from lightning_nvfp4.lm.optim import (
     as_config,
     build_adamw,
     schedule_ratio,
-    total_grad_norm,
 )
+from lightning_nvfp4.strategies.gradients import total_grad_norm
 
 IGNORED_LABEL = -100
 # Vocabularies are often rounded up; a larger share of spare rows means that the model is another tokenizer's.

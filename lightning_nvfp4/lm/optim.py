@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -207,18 +206,3 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> AdamW:
     # gradient scaler unscales before the step as it does for every other optimizer.
     optimizer._step_supports_amp_scaling = False
     return optimizer
-
-
-def total_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """L2 norm of all gradients, FP32 scalar; sharded gradients count in full, whatever mesh they lie on."""
-    by_mesh: dict[Any, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_mesh[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter.grad)
-    norms = []
-    for gradients in by_mesh.values():
-        norm = nn.utils.get_total_norm(gradients)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if not norms:
-        return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_nvfp4.nn.weight_cache import WeightCache
 from lightning_nvfp4.ops.te.layers import Layers
+from lightning_nvfp4.ops.te.plan import ROWS
 from lightning_nvfp4.recipe import OPERANDS, GemmRecipe
 
 _MASK = (1 << 64) - 1
@@ -52,6 +53,7 @@ class NumericsContext:
 
     Attributes:
         step_seed: seed of the current optimizer step and micro-batch; each operand of each layer adds its own stream.
+        shared_seed: the same for all ranks.
         forward_high_precision, backward_high_precision: run those GEMMs in BF16 (see `PrecisionSchedule`).
         weights: packed weights of the current optimizer step, under a generation counter.
         num_layers: one more than the largest `LayerNumerics.index`.
@@ -62,6 +64,7 @@ class NumericsContext:
     """
 
     step_seed: int = 0
+    shared_seed: int = 0
     forward_high_precision: bool = False
     backward_high_precision: bool = False
     weights: WeightCache = field(default_factory=WeightCache)
@@ -88,6 +91,7 @@ class NumericsContext:
             self.step = (run_seed, step)
             self.weights.next_generation()
         self.step_seed = derive_seed(run_seed, rank, step, micro_batch, *([model] if model else []))
+        self.shared_seed = derive_seed(run_seed, step, micro_batch, *([model] if model else []))
         self.seeds = None
         if device is not None:
             table = derive_seeds(self.step_seed, self.num_layers, len(OPERANDS))
@@ -123,15 +127,21 @@ class LayerNumerics:
     kept: bool = False
     native: bool = False
 
-    def seed(self, operand: str) -> int | Tensor:
-        """Return the stochastic-rounding seed of `operand` (a name of `recipe.OPERANDS`) in the current micro-batch.
+    @property
+    def tokens_alignment(self) -> int:
+        """Multiple to which an expert's rows are padded."""
+        return max(self.gemm.tokens_alignment, ROWS if self.native else 1)
 
-        The output's gradient has one seed in dgrad and wgrad: one pass over it draws for both.
-        """
-        stream = OPERANDS.index("dgrad_grad_output" if operand == "wgrad_grad_output" else operand)
+    def seed(self, operand: str) -> int | Tensor:
+        """Return the stochastic-rounding seed of `operand` (a name of `recipe.OPERANDS`) in the current micro-batch."""
+        stream = _stream(operand)
         if self.context.seeds is not None:
             return self.context.seeds[self.index, stream]
         return derive_seed(self.context.step_seed, self.index, stream)
+
+    def segment_seed(self, operand: str, number: int) -> int:
+        """Return the seed of a part of the rows that is known by a number, the same on whichever rank it is."""
+        return derive_seed(self.context.shared_seed, self.index, _stream(operand), number)
 
     def effective(self) -> GemmRecipe:
         """Return the numerics with the context's precision switches applied."""
@@ -141,3 +151,8 @@ class LayerNumerics:
         if self.context.backward_high_precision:
             changes |= {name: None for name in OPERANDS if not name.startswith("fprop")}
         return dataclasses.replace(self.gemm, **changes) if changes else self.gemm
+
+
+def _stream(operand: str) -> int:
+    """Return the number of an operand's stream; the output's gradient has one: a pass draws for dgrad and wgrad."""
+    return OPERANDS.index("dgrad_grad_output" if operand == "wgrad_grad_output" else operand)

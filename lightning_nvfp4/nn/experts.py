@@ -12,42 +12,51 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from lightning_nvfp4.comm.expert_parallel import ExpertRows
 from lightning_nvfp4.nn.context import LayerNumerics
-from lightning_nvfp4.nn.function import grouped_linear, tokens_alignment
+from lightning_nvfp4.nn.function import grouped_linear
 from lightning_nvfp4.nn.linear import compute_dtype
-from lightning_nvfp4.ops import Groups, has_kernels
+from lightning_nvfp4.ops import Groups, QuantizedTensor, has_kernels
 
 EXPERTS_IMPLEMENTATION = "block_scaled"
 
 
-def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor | ExpertRows, top_k_weights: Tensor | None
+) -> Tensor:
     """Run the routed experts of one layer in its numerics; a layer that was not converted runs as it always did.
 
     Args:
         module: an experts module of transformers' interface (stacked 3D weights, `has_gate`, `is_transposed`, ...).
         hidden_states: (T, D).
         top_k_index: (T, S) expert of each choice; an index >= the number of experts (expert-parallel sentinel) is
-            dropped.
-        top_k_weights: (T, S) routing weights, applied in FP32.
+            dropped. `ExpertRows` if `hidden_states` are rows that lie by expert already.
+        top_k_weights: (T, S) routing weights, applied in FP32; ``None`` with `ExpertRows`.
 
     Returns:
-        (T, D) in the dtype of `hidden_states`.
+        (T, D) in the dtype of `hidden_states`; the rows' outputs, as they lie, for `ExpertRows`.
     """
     layers: tuple[LayerNumerics, LayerNumerics] | None = getattr(module, "block_scaled_numerics", None)
     if layers is None:
         return type(module).forward.__wrapped__(module, hidden_states, top_k_index, top_k_weights)
-    alignment = max(tokens_alignment(layer.gemm, layer.native) for layer in layers)
+    if isinstance(top_k_index, ExpertRows):
+        return _rows_forward(module, hidden_states, top_k_index, layers)
+    assert top_k_weights is not None
+    alignment = max(layer.tokens_alignment for layer in layers)
     on_device = has_kernels(hidden_states, layers[0].backend) and not layers[0].native
     routing = route(top_k_index, module.num_experts, alignment, on_device=on_device)
-    x_RD = _Dispatch.apply(hidden_states, routing)
-    dtype = compute_dtype(hidden_states)
-    up = "gate_up_proj" if module.has_gate else "up_proj"
-    h = _linear(module, up, x_RD, routing.groups, layers[0], dtype)
-    h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-    y_RD = _linear(module, "down_proj", h, routing.groups, layers[1], dtype)
-    if module.has_post_expert_norm:
-        y_RD = module.post_expert_norm(y_RD)
+    y_RD = _rows_forward(module, _Dispatch.apply(hidden_states, routing), ExpertRows(routing.groups), layers)
     return _Combine.apply(y_RD, top_k_weights, routing).to(hidden_states.dtype)
+
+
+def _rows_forward(module: Any, x_RD: Tensor, rows: ExpertRows, layers: tuple[LayerNumerics, LayerNumerics]) -> Tensor:
+    """Return the experts' outputs (R, D) of rows that are sorted by expert and padded."""
+    dtype = compute_dtype(x_RD)
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    h = _linear(module, up, x_RD, rows, layers[0], dtype, rows.codes)
+    h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
+    y_RD = _linear(module, "down_proj", h, rows, layers[1], dtype)
+    return module.post_expert_norm(y_RD) if module.has_post_expert_norm else y_RD
 
 
 @dataclass(frozen=True)
@@ -168,13 +177,18 @@ def _rows_of(x_RD: Tensor, routing: Routing, choice: int) -> Tensor:
 
 
 def _linear(
-    module: nn.Module, name: str, x: Tensor, groups: Groups, numerics: LayerNumerics, dtype: torch.dtype
+    module: nn.Module,
+    name: str,
+    x: Tensor,
+    rows: ExpertRows,
+    numerics: LayerNumerics,
+    dtype: torch.dtype,
+    codes: QuantizedTensor | None = None,
 ) -> Tensor:
     weight = getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    return grouped_linear(
-        x, weight.transpose(-1, -2) if module.is_transposed else weight, bias, groups, numerics, dtype
-    )
+    weight = weight.transpose(-1, -2) if module.is_transposed else weight
+    return grouped_linear(x, weight, bias, rows.groups, numerics, dtype, codes, rows.segments)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)

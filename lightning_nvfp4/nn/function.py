@@ -28,12 +28,12 @@ from lightning_nvfp4.ops import (
     tokens_matmul,
 )
 from lightning_nvfp4.ops.te import layers as te_layers
-from lightning_nvfp4.ops.te import plan as te_plan
 from lightning_nvfp4.recipe import GemmRecipe, QuantSpec
 
 Seeds = dict[str, int | Tensor]
 COMPILES = TorchVersion(torch.__version__) >= "2.13"
 """Whether torch.compile traces these layers; graphs of torch 2.11 gave zeros for their gradients."""
+Segments = tuple[tuple[int, int, int], ...]
 
 
 def grouped_linear(
@@ -43,6 +43,8 @@ def grouped_linear(
     counts: Sequence[int] | Groups,
     numerics: LayerNumerics,
     out_dtype: torch.dtype,
+    codes: QuantizedTensor | None = None,
+    segments: Segments | None = None,
 ) -> Tensor:
     """Return ``x @ w[e]^T + bias[e]`` for the rows of each expert, in the layer's numerics.
 
@@ -54,18 +56,21 @@ def grouped_linear(
             tokens (`nn.experts` pads).
         numerics: quantizers, seeds and backend of the layer.
         out_dtype: dtype of the result and, in backward, of the input's gradient if the input is of it.
+        codes: x already quantized as the recipe's `fprop_input`; x then only carries the gradient.
+        segments: first row, end and number of parts of the rows, multiples of the recipe's blocks along tokens, whose
+            gradients are rounded with seeds of their own. Only for formats without tensor scale.
 
     Returns:
         (R, N) of `out_dtype`. Gradients: of x in x's dtype, of w and bias in theirs, accumulated in FP32.
     """
     groups = Groups.of(counts)
-    if numerics.native and _is_native(x_RK, numerics):
+    if numerics.native and codes is None and segments is None and _is_native(x_RK, numerics):
         return _native(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype)
     if torch.is_grad_enabled() and (x_RK.requires_grad or w_ENK.requires_grad):
-        return _GroupedLinear.apply(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype)
+        return _GroupedLinear.apply(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype, codes, segments)
     with torch.autocast(x_RK.device.type, enabled=False):
         gemm = numerics.effective()
-        _, x = _forward_input(x_RK, gemm, numerics, groups, packed=False)
+        _, x = _forward_input(x_RK, codes, gemm, numerics, groups, packed=False)
         return _fprop(x, _inference_weight(w_ENK, gemm, numerics), bias_EN, groups, numerics, out_dtype)
 
 
@@ -92,13 +97,6 @@ def _native(
     return te_layers.grouped_linear(x_RK, w_ENK, bias_EN, groups, layer, seed, out_dtype)  # pyright: ignore[reportCallIssue]
 
 
-def tokens_alignment(gemm: GemmRecipe, native: bool = False) -> int:
-    """Return the multiple to which an expert's rows are padded, so that no block along tokens spans two experts."""
-    specs = (gemm.wgrad_grad_output, gemm.wgrad_input)
-    least = te_plan.ROWS if native else 1
-    return max([least, *(max(spec.block[1], spec.hadamard or 0) for spec in specs if spec and spec.block)])
-
-
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -109,18 +107,21 @@ class _GroupedLinear(torch.autograd.Function):
         groups: Groups,
         numerics: LayerNumerics,
         out_dtype: torch.dtype,
+        codes: QuantizedTensor | None,
+        segments: Segments | None,
     ) -> Tensor:
         with torch.autocast(x_RK.device.type, enabled=False):
             gemm = numerics.effective()
             # What the backward starts from is kept as packed codes; a weight's original is there anyway.
             packed = gemm.source == "dequantized"
-            x_codes, x = _forward_input(x_RK, gemm, numerics, groups, packed and ctx.needs_input_grad[1])
+            x_codes, x = _forward_input(x_RK, codes, gemm, numerics, groups, packed and ctx.needs_input_grad[1])
             w_codes, w = _forward_weight(w_ENK, gemm, numerics, packed)
             y = _fprop(x, w, bias_EN, groups, numerics, out_dtype)
             saved_x = None
             if ctx.needs_input_grad[1]:
                 saved_x = _saved_input(x_RK, gemm, numerics, groups) if x_codes is None else x_codes
         ctx.gemm, ctx.numerics, ctx.groups, ctx.step_seeds = gemm, numerics, groups, _seeds(numerics, gemm)
+        ctx.segments = None if segments is None else _seeded(segments, numerics, gemm)
         ctx.saved_forward_input = x_codes is not None
         ctx.x_dtype, ctx.w_dtype = x_RK.dtype, w_ENK.dtype
         ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
@@ -136,7 +137,7 @@ class _GroupedLinear(torch.autograd.Function):
         dx = dw = dbias = None
         with torch.autocast(dy_RN.device.type, enabled=False):
             dy_RN = dy_RN.to(torch.bfloat16)
-            along_n, along_r = _grad_operands(dy_RN, gemm, seeds, groups, numerics, ctx.needs_input_grad)
+            along_n, along_r = _grad_operands(dy_RN, gemm, seeds, groups, numerics, ctx.needs_input_grad, ctx.segments)
             if along_n is not None:
                 w = _backward_weight(saved_w, gemm, numerics, seeds)
                 dx = rows_matmul(
@@ -161,7 +162,7 @@ class _GroupedLinear(torch.autograd.Function):
                 ).to(ctx.w_dtype)
             if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
                 dbias = _bias_grad(dy_RN, groups, numerics.backend).to(ctx.bias_dtype)
-        return dx, dw, dbias, None, None, None
+        return dx, dw, dbias, None, None, None, None, None
 
 
 def _seeds(numerics: LayerNumerics, gemm: GemmRecipe) -> Seeds:
@@ -176,8 +177,16 @@ def _seed(numerics: LayerNumerics, gemm: GemmRecipe, operand: str) -> int | Tens
 
 
 def _forward_input(
-    x_RK: Tensor, gemm: GemmRecipe, numerics: LayerNumerics, groups: Groups, packed: bool
+    x_RK: Tensor,
+    codes: QuantizedTensor | None,
+    gemm: GemmRecipe,
+    numerics: LayerNumerics,
+    groups: Groups,
+    packed: bool,
 ) -> tuple[QuantizedTensor | None, Operand]:
+    if codes is not None:
+        assert codes.spec == gemm.fprop_input and gemm.source == "dequantized"
+        return codes if packed else None, Operand(codes.operand(operand_dtype(x_RK)), codes.tensor_scale)
     if gemm.fprop_input is None:
         return None, Operand.bf16(x_RK)
     seed = _seed(numerics, gemm, "fprop_input")
@@ -256,9 +265,19 @@ def _grad_operands(
     groups: Groups,
     numerics: LayerNumerics,
     needed: tuple[bool, ...],
+    segments: Segments | None,
 ) -> tuple[Operand | None, Operand | None]:
     """Return the output's gradient along N for dgrad and along the rows for wgrad, where they are needed."""
     along_n, along_r, backend = gemm.dgrad_grad_output, gemm.wgrad_grad_output, numerics.backend
+    if segments is not None:
+        parts = [
+            _grad_operands(
+                dy_RN[start:end], gemm, dict.fromkeys(seeds, seed), Groups.of((end - start,)), numerics, needed, None
+            )
+            for start, end, seed in segments
+        ]
+        first, second = zip(*parts, strict=True) if parts else ((), ())
+        return _joined(first, dy_RN) if needed[0] else None, _joined(second, dy_RN) if needed[1] else None
     if needed[0] and needed[1] and along_n is not None and along_r is not None:
         if along_n.tensor_scale == "none" and along_r.tensor_scale == "none":
             seed, dtype = seeds["dgrad_grad_output"], operand_dtype(dy_RN)
@@ -274,6 +293,20 @@ def _grad_operands(
         if along_r is not None:
             second = along_tokens(dy_RN, along_r, seeds["wgrad_grad_output"], groups, backend).operand()
     return first, second
+
+
+def _seeded(segments: Segments, numerics: LayerNumerics, gemm: GemmRecipe) -> Segments | None:
+    """Return the segments with a seed in the place of each number; ``None`` if nothing is drawn for gradients."""
+    specs = [spec for spec in (gemm.dgrad_grad_output, gemm.wgrad_grad_output) if spec is not None]
+    if not any(spec.rounding == STOCHASTIC for spec in specs) or any(spec.tensor_scale != "none" for spec in specs):
+        return None
+    return tuple((start, end, numerics.segment_seed("dgrad_grad_output", n)) for start, end, n in segments)
+
+
+def _joined(parts: Sequence[Operand | None], dy_RN: Tensor) -> Operand:
+    """Return operands of parts of the rows, which have no tensor scale, as one."""
+    values = [part.values for part in parts if part is not None]
+    return Operand(torch.cat(values)) if values else Operand.bf16(dy_RN)
 
 
 def _backward_weight(

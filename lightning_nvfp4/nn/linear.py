@@ -64,7 +64,8 @@ class BlockScaledLinear(ConvertedModule, nn.Linear):
         bias = None if self.bias is None else self.bias.unsqueeze(0)
         flat = input.reshape(-1, input.shape[-1])
         y = grouped_linear(flat, self.weight.unsqueeze(0), bias, (flat.shape[0],), numerics, compute_dtype(input))
-        return y.view(*input.shape[:-1], y.shape[-1])
+        # No view to autograd: FSDP2 warns of views that leave a module.
+        return torch.ops.aten._unsafe_view(y, (*input.shape[:-1], y.shape[-1]))
 
     forward.block_scaled = True  # type: ignore[attr-defined]
 

@@ -19,8 +19,8 @@ from lightning_nvfp4.lm.optim import (
     build_adamw,
     parameter_groups,
     schedule_ratio,
-    total_grad_norm,
 )
+from lightning_nvfp4.strategies.gradients import total_grad_norm
 
 
 def ratios(steps: int, **fields) -> list[float]:

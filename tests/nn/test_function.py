@@ -7,7 +7,7 @@ import torch
 
 from lightning_nvfp4 import PRESETS, GemmRecipe, QuantSpec, quantize
 from lightning_nvfp4.nn.context import LayerNumerics, NumericsContext
-from lightning_nvfp4.nn.function import grouped_linear, tokens_alignment
+from lightning_nvfp4.nn.function import grouped_linear
 from lightning_nvfp4.recipe import OPERANDS
 from lightning_nvfp4.testing import sqnr_db
 
@@ -80,7 +80,7 @@ def test_one_weight_equals_the_definition(name, rows, n, k):
 def test_experts_are_independent(name):
     """Each expert's result is what a linear of its own gives, whatever the other experts hold; no tokens is fine."""
     gemm = GEMMS[name]
-    step = tokens_alignment(gemm)
+    step = gemm.tokens_alignment
     counts = (step, 0, 2 * step)
     x, w, dy = data(3 * step, 24, 40, experts=3)
     plain = GEMMS[name]
@@ -200,7 +200,7 @@ def test_extreme_but_finite_operands_stay_finite(name, kind):
         dy = torch.full_like(dy, float(kind)) * dy.sign() * (1 if kind == "1e-38" else 1e-3)
     if kind == "one outlier":
         x, w = x.clamp(max=1e4), w.clamp(max=1e4)
-    step = max(32, tokens_alignment(GEMMS[name]))
+    step = max(32, GEMMS[name].tokens_alignment)
     x, dy = (t.repeat(step // 32, 1) for t in (x, dy))
     y, gradients, _ = run(x, w, dy, GEMMS[name], (step, step))
     assert all(t.isfinite().all() for t in (y, *gradients))

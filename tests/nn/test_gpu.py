@@ -6,7 +6,7 @@ from tiny_models import ARCHITECTURES, UserModule, loader, quiet_trainer, tiny_m
 
 from lightning_nvfp4 import PRESETS, convert
 from lightning_nvfp4.nn.context import LayerNumerics, NumericsContext
-from lightning_nvfp4.nn.function import grouped_linear, tokens_alignment
+from lightning_nvfp4.nn.function import grouped_linear
 from lightning_nvfp4.testing import sqnr_db
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def gradients(preset, device, rows, n, k):
     gemm = PRESETS[preset].gemms["experts"]
-    counts = (rows, 0, 2 * rows) if rows % tokens_alignment(gemm) == 0 else (rows,)
+    counts = (rows, 0, 2 * rows) if rows % gemm.tokens_alignment == 0 else (rows,)
     g = torch.Generator().manual_seed(0)
     x = torch.randn(sum(counts), k, generator=g).to(device).requires_grad_()
     w = torch.randn(len(counts), n, k, generator=g).to(device).requires_grad_()

@@ -5,7 +5,7 @@ import torch
 
 from lightning_nvfp4 import PRESETS
 from lightning_nvfp4.nn.context import LayerNumerics, NumericsContext
-from lightning_nvfp4.nn.function import grouped_linear, tokens_alignment
+from lightning_nvfp4.nn.function import grouped_linear
 from lightning_nvfp4.testing import sqnr_db
 
 pytest.importorskip("triton")
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def gradients(preset, backend, rows, n, k):
     gemm = PRESETS[preset].gemms["experts"]
     device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    counts = (rows, 0, 2 * rows) if rows % tokens_alignment(gemm) == 0 and rows > 1 else (rows,)
+    counts = (rows, 0, 2 * rows) if rows % gemm.tokens_alignment == 0 and rows > 1 else (rows,)
     generator = torch.Generator().manual_seed(0)
 
     def leaf(*shape):

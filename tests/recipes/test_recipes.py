@@ -18,6 +18,7 @@ _STAGES = ("pretrain", "decay", "sft", "rl")
 _OVERLAYS = {  # overlay folder or file -> the stages it is laid over
     "precision": _STAGES,
     "model": ("pretrain", "decay"),
+    "comm": _STAGES,
     "data/embedded.yaml": ("pretrain", "decay"),
     "data/text.yaml": ("pretrain", "decay"),
     "data/hub.yaml": ("pretrain", "decay"),

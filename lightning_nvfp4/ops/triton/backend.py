@@ -9,7 +9,25 @@ from lightning_nvfp4.formats.rounding import STOCHASTIC
 from lightning_nvfp4.ops.interface import Parts, QuantizedMeta
 from lightning_nvfp4.ops.triton import gemm, geometry, launch, traced
 from lightning_nvfp4.ops.triton.runtime import INTERPRETED
+from lightning_nvfp4.ops.triton.wire import decode_rows, encode_rows, move_rows, moves, sum_rows, wires
 from lightning_nvfp4.recipe import QuantSpec
+
+__all__ = [
+    "decode",
+    "decode_rows",
+    "encode_rows",
+    "move_rows",
+    "moves",
+    "quantize",
+    "quantize_twice",
+    "requantize",
+    "rows",
+    "sum_rows",
+    "tokens",
+    "transform",
+    "uncovered",
+    "wires",
+]
 
 
 def uncovered(x: Tensor, spec: QuantSpec) -> str | None:

@@ -28,7 +28,7 @@ from lightning_nvfp4.ops.triton.geometry import (
 from lightning_nvfp4.ops.triton.runtime import launch
 from lightning_nvfp4.recipe import QuantSpec
 
-_MAX_ROW = 16384
+MAX_ROW = 16384
 """Longest row whose amax and codes one program finds, elements in registers."""
 _COLUMN_CONSTANTS = tuple(name for name in constants_of(QuantSpec()) if name in column_kernel.columns_kernel.arg_names)
 _MATRIX_CONSTANTS = ("M", "E", "MAX", "RECIPROCAL", "MAX_EXPONENT", "RULE", "ZERO", "SR", "SATURATE")
@@ -103,7 +103,7 @@ def quantize(
     row_amax, per_block, strides = False, False, (0, 0, 0, 0)
     sixth = tensor_scale = None
     if constants["NV"]:
-        row_amax = amax_ is None and spec.tensor_scale == "row" and v.strides[3] == 1 and length <= _MAX_ROW
+        row_amax = amax_ is None and spec.tensor_scale == "row" and v.strides[3] == 1 and length <= MAX_ROW
         if row_amax:
             c = max(power_of_two(num_c), (spec.hadamard or 1) // block, 1)
             rows = max(constants["ROWS"], min(power_of_two(nl), max(1, 8192 // (c * block))))

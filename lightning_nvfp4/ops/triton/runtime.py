@@ -18,7 +18,8 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *arguments: Any, **op
     """Launch a kernel on the device of a tensor.
 
     Triton finds the compiled kernel by inspecting every argument in Python, which takes longer than a small kernel
-    runs. Here all numbers are part of a key; of a tensor, its dtype and whether its address is aligned.
+    runs. Here the key is what Triton compiles for: of a number, its width, whether it is one and whether sixteen
+    divides it; of a tensor, its dtype and whether its address is aligned.
 
     Args:
         kernel: a `triton.jit` function whose constexprs come last.
@@ -54,5 +55,5 @@ def _kind(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() & 15
     if isinstance(argument, int):
-        return argument
+        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
     return argument.base.dtype, *argument.block_shape
