@@ -18,7 +18,7 @@ _TILE = 4096
 _RUN = 1024
 """Elements of a row in a tile."""
 _DECODE = ("NV", "M", "E", "TOP", "SIGNS", "HADAMARD", "BLOCK")
-_ENCODE = (*_DECODE, "MAX", "RECIPROCAL", "MAX_EXPONENT", "RULE", "ZERO")
+_ENCODE = (*_DECODE, "MAX", "RECIPROCAL", "MAX_EXPONENT", "RULE", "ZERO", "SATURATE")
 
 
 def moves(x: Tensor) -> bool:
@@ -44,7 +44,8 @@ def encode_rows(x: Tensor, spec: QuantSpec, index: Tensor | None, scales: int, t
     launch(
         kernels.encode_kernel, _grid(num_rows, rows, num_blocks(x.shape[1], spec), c), x,
         x, given(index, x), wire, _tensor_scales(wire, spec, tensor), num_rows, x.shape[1], x.stride(0), size, scales,
-        INDEXED=index is not None, **{name: constants[name] for name in _ENCODE},
+        INDEXED=index is not None, WHOLE=constants["BLOCK"] <= 32 and x.shape[1] % (c * constants["BLOCK"]) == 0,
+        WORDS=size % 4 == 0, **{name: constants[name] for name in _ENCODE},
         L_TILE=rows, C=c, num_warps=warps_of(rows * c * constants["BLOCK"]),
     )  # fmt: skip
     return wire

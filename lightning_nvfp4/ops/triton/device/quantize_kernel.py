@@ -20,6 +20,7 @@ from lightning_nvfp4.ops.triton.device.elements import (
 )
 from lightning_nvfp4.ops.triton.device.tiles import (
     block_tops,
+    bytes_of,
     decode_tile,
     finite_top,
     inverse,
@@ -28,7 +29,6 @@ from lightning_nvfp4.ops.triton.device.tiles import (
     random_tile,
     round_tile,
     scales_of,
-    store_blocks,
     transform,
 )
 
@@ -165,7 +165,7 @@ def quantize_kernel(
         at = x_ptr + source.to(tl.int64) * xsl + (k0 + k) * xsk
         x = tl.load(at, mask=inside & tl.broadcast_to(source >= 0, (L_TILE, C, BLOCK)), other=0.0).to(tl.float32)
     elif WHOLE:
-        x = load_blocks(x_ptr + base + l * xsl + first, L_TILE, C, BLOCK).to(tl.float32)
+        x = load_blocks(x_ptr + base + l * xsl + first, inside, L_TILE, C, BLOCK).to(tl.float32)
     else:
         x = tl.load(x_ptr + base + l * xsl + k * xsk, mask=inside, other=0.0).to(tl.float32)
     if HADAMARD:
@@ -203,28 +203,25 @@ def quantize_kernel(
         at = a.to(tl.int64) * vsa + b.to(tl.int64) * vsb + l0.to(tl.int64) * vsl + k0.to(tl.int64) * vsk
         at = values_ptr + at + l * vsl
         value = value.to(values_ptr.dtype.element_ty)
-        if WHOLE:
-            store_blocks(at + first, value, L_TILE, C, BLOCK)
-        else:
-            inside = inside if EVEN else (l0 + l < num_l) & (k0 + k < length)
-            tl.store(at + k * vsk, value, mask=inside)
+        inside = inside if EVEN else (l0 + l < num_l) & (k0 + k < length)
+        tl.store(at + k * vsk, value, mask=inside)
     if HAS_CODES:
         line = batch.to(tl.int64) * num_l + l0
         at = scale_ptr + line * num_c + k0 // BLOCK + row * num_c + c
         tl.store(at, scale_code.to(tl.uint8), mask=block_inside)
         words = pack(code, TOP, L_TILE, C, BLOCK) & tl.where(top >= EXPONENT, 0, -1)[:, :, None]
         size: tl.constexpr = BLOCK * (TOP + 1) // 32
-        w = tl.arange(0, C)[None, :, None] * size + tl.arange(0, size)[None, None, :]
+        start = k0 * (TOP + 1) // 8
         if WORDS:
-            at = codes_ptr + (line * stored + k0 * (TOP + 1) // 8) // 4 + l * (stored // 4) + w
-            inside = inside if EVEN else (l0 + l < num_l) & (k0 * (TOP + 1) // 32 + w < stored // 4)
+            w = tl.arange(0, C)[None, :, None] * size + tl.arange(0, size)[None, None, :]
+            at = codes_ptr + (line * stored + start) // 4 + l * (stored // 4) + w
+            inside = inside if EVEN else (l0 + l < num_l) & (start // 4 + w < stored // 4)
             tl.store(at, words, mask=inside)
         else:
-            byte = (words[:, :, :, None] >> (8 * tl.arange(0, 4))[None, None, None, :]) & 0xFF
-            i = (k0 * (TOP + 1) // 8) + w[:, :, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-            row_inside = (l0 + l < num_l)[:, :, :, None]
-            at = codes_ptr + line * stored + l[:, :, :, None] * stored + i
-            tl.store(at, byte.to(codes_ptr.dtype.element_ty), mask=row_inside & (i < stored))
+            byte = bytes_of(words, L_TILE, C, size)
+            i = start + tl.arange(0, C)[None, :, None] * (4 * size) + tl.arange(0, 4 * size)[None, None, :]
+            at = codes_ptr + line * stored + l * stored + i
+            tl.store(at, byte.to(codes_ptr.dtype.element_ty, bitcast=True), mask=(l0 + l < num_l) & (i < stored))
 
 
 @triton.jit

@@ -68,30 +68,18 @@ def to_bf16(x):
 
 
 @triton.jit
-def load_blocks(at, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
-    """Load whole blocks of 16 or 32 elements (L, C, B) in a row, by the addresses (L, C, 8) of their first eighths.
+def load_blocks(at, inside, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
+    """Load whole blocks of 16 or 32 elements (L, C, B) in a row, by the addresses (L, C, 8) of their first eight.
 
-    A thread then holds all of a block, and works out its scale alone; one load would give it eight elements.
+    Rows that are not `inside`, (L, 1, 1) or (1, 1, 1), are zeros. A thread then holds all of a block, and works out its scale alone; one load would give it eight elements.
     """
-    x = tl.join(tl.load(at), tl.load(at + 8))
+    x = tl.join(tl.load(at, mask=inside, other=0.0), tl.load(at + 8, mask=inside, other=0.0))
     if B == 32:
-        x = tl.join(x, tl.join(tl.load(at + 16), tl.load(at + 24)))
+        low, high = tl.load(at + 16, mask=inside, other=0.0), tl.load(at + 24, mask=inside, other=0.0)
+        x = tl.join(x, tl.join(low, high))
         return tl.reshape(tl.permute(x, (0, 1, 4, 3, 2)), (L, C, B))
     else:
         return tl.reshape(tl.permute(x, (0, 1, 3, 2)), (L, C, B))
-
-
-@triton.jit
-def store_blocks(at, x, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
-    """Store what `load_blocks` would load."""
-    if B == 32:
-        low, high = tl.split(tl.permute(tl.reshape(x, (L, C, 2, 16)), (0, 1, 3, 2)))
-        store_blocks(at, low, L, C, 16)
-        store_blocks(at + 16, high, L, C, 16)
-    else:
-        first, second = tl.split(tl.permute(tl.reshape(x, (L, C, 2, 8)), (0, 1, 3, 2)))
-        tl.store(at, first)
-        tl.store(at + 8, second)
 
 
 @triton.jit
@@ -202,6 +190,13 @@ def pack(code, TOP: tl.constexpr, L: tl.constexpr, C: tl.constexpr, B: tl.conste
     if bits == 4:
         words = _merge(words, 16, L, C, B // 8)
     return words
+
+
+@triton.jit
+def bytes_of(words, L: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr):
+    """Return the bytes (L, C, 4 * SIZE) of int32 words (L, C, SIZE), the lowest first."""
+    byte = words[:, :, :, None] >> (8 * tl.arange(0, 4))[None, None, None, :]
+    return tl.reshape(byte, (L, C, 4 * SIZE)).to(tl.uint8)
 
 
 @triton.jit

@@ -18,10 +18,12 @@ from lightning_nvfp4.ops.triton.device.elements import (
 )
 from lightning_nvfp4.ops.triton.device.tiles import (
     block_tops,
+    bytes_of,
     decode_tile,
     finite_top,
     inverse,
-    pack_nibbles,
+    load_blocks,
+    pack,
     round_tile,
     scales_of,
     transform,
@@ -40,6 +42,8 @@ def encode_kernel(
     size,
     scales,
     INDEXED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WORDS: tl.constexpr,
     NV: tl.constexpr,
     M: tl.constexpr,
     E: tl.constexpr,
@@ -49,6 +53,7 @@ def encode_kernel(
     TOP: tl.constexpr,
     RULE: tl.constexpr,
     ZERO: tl.constexpr,
+    SATURATE: tl.constexpr,
     SIGNS: tl.constexpr,
     HADAMARD: tl.constexpr,
     L_TILE: tl.constexpr,
@@ -63,9 +68,13 @@ def encode_kernel(
     source = l
     if INDEXED:
         source = tl.load(index_ptr + l, mask=l < num_rows, other=0)
-    x = tl.load(x_ptr + source * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+    if WHOLE:
+        first = k0 + tl.arange(0, C)[None, :, None] * BLOCK + tl.arange(0, 8)[None, None, :]
+        x = load_blocks(x_ptr + source * x_stride + first, l < num_rows, L_TILE, C, BLOCK).to(tl.float32)
+    else:
+        x = tl.load(x_ptr + source * x_stride + k, mask=inside, other=0.0).to(tl.float32)
     if HADAMARD:
-        x = transform(x, k, SIGNS, HADAMARD, L_TILE, C, BLOCK)
+        x = transform(x, SIGNS, HADAMARD, L_TILE, C, BLOCK)
     top = block_tops(x, 1, L_TILE, C)
     row = l0 + tl.arange(0, L_TILE)[:, None]
     sixth = 0.0
@@ -75,16 +84,20 @@ def encode_kernel(
         sixth, decode = sixth_of(encode), reciprocal(encode)
         tl.store(tensor_ptr + row * (size // 4), decode, mask=row < num_rows)
     scale_code, scale, factor = scales_of(top, sixth, decode, NV, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
-    _, code = round_tile(x, factor, scale, as_bits(x), M, E, MAX, TOP, 0)
+    _, code = round_tile(x, factor, scale, as_bits(x), M, E, MAX, TOP, 0, SATURATE)
     c = k0 // BLOCK + tl.arange(0, C)[None, :]
     tl.store(wire_ptr + row * size + scales + c, scale_code.to(tl.uint8), mask=(row < num_rows) & (c * BLOCK < num_k))
-    code = code & tl.where(top >= EXPONENT, 0, -1)[:, :, None]
-    if TOP == 3:
-        byte = pack_nibbles(code, L_TILE, C, BLOCK)
-        i = k0 // 2 + tl.arange(0, C)[None, :, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, None, :]
-        tl.store(wire_ptr + l * size + i, byte.to(tl.uint8), mask=(l < num_rows) & (i < num_k // 2))
+    words = pack(code, TOP, L_TILE, C, BLOCK) & tl.where(top >= EXPONENT, 0, -1)[:, :, None]
+    num: tl.constexpr = BLOCK * (TOP + 1) // 32
+    start = k0 * (TOP + 1) // 8
+    if WORDS:
+        w = start // 4 + tl.arange(0, C)[None, :, None] * num + tl.arange(0, num)[None, None, :]
+        at = wire_ptr.to(tl.pointer_type(tl.int32)) + l * (size // 4) + w
+        tl.store(at, words, mask=(l < num_rows) & (w < num_k * (TOP + 1) // 32))
     else:
-        tl.store(wire_ptr + l * size + k, code.to(tl.uint8), mask=inside)
+        i = start + tl.arange(0, C)[None, :, None] * (4 * num) + tl.arange(0, 4 * num)[None, None, :]
+        byte = bytes_of(words, L_TILE, C, num)
+        tl.store(wire_ptr + l * size + i, byte, mask=(l < num_rows) & (i < num_k * (TOP + 1) // 8))
 
 
 @triton.jit
@@ -113,18 +126,16 @@ def _decoded(
     if TOP == 3:
         i = k0 // 2 + tl.arange(0, C * BLOCK // 2)[None, :]
         byte = tl.load(wire_ptr + row * size + i, mask=here & (i < num_k // 2), other=0).to(tl.int32)
-        code = tl.reshape(tl.join(byte & 0xF, byte >> 4), (L_TILE, C, BLOCK))
+        code = tl.reshape(tl.join(byte << 28, byte << 24), (L_TILE, C, BLOCK))
     else:
-        code = tl.load(wire_ptr + at * size + k, mask=inside & (k < num_k), other=0).to(tl.int32)
-        if M == -1:
-            code = (code << 24) >> 24
+        code = tl.load(wire_ptr + at * size + k, mask=inside & (k < num_k), other=0).to(tl.int32) << 24
     c = k0 // BLOCK + tl.arange(0, C)[None, :]
     scale_code = tl.load(wire_ptr + row * size + scales + c, mask=here & (c * BLOCK < num_k), other=0).to(tl.int32)
     value = decode_tile(code, scale_code, NV, M, E, TOP)
     if NV:
         value = value * tl.load(tensor_ptr + row * (size // 4), mask=here, other=0.0)[:, :, None]
     if HADAMARD:
-        value = inverse(value, k, SIGNS, HADAMARD, L_TILE, C, BLOCK)
+        value = inverse(value, SIGNS, HADAMARD, L_TILE, C, BLOCK)
     return value
 
 
