@@ -120,10 +120,8 @@ class CompressedAllToAll(EPImplementation):
             self.communication.on_choice(choice)
 
     def _converted_forward(self, x_TD: Tensor, exchange: Exchange, layer: _Numerics) -> Tensor:
-        codec, rows = (
-            exchange.codecs["dispatch_forward"],
-            ExpertRows(exchange.route.groups, None, exchange.route.segments),
-        )
+        codec = exchange.codecs["dispatch_forward"]
+        rows = ExpertRows(exchange.route.groups, segments=exchange.route.segments)
         device = x_TD.device.type
         # Codes have fewer bits than BF16: the rows' gradients need no more either where the rest runs in BF16.
         dtype = x_TD.dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -117,10 +117,16 @@ class ExpertParallelMixin(_Base):
         """Shard a `PreTrainedModel` in place, once; called for every child of the LightningModule that is one.
 
         Raises:
-            UserError: `expert_parallel_size` does not divide the number of processes or of experts, or the model has no
-                experts that transformers can spread.
+            UserError: `expert_parallel_size` does not divide the number of processes or of experts, the model has no
+                experts that transformers can spread, or it has been sharded by another strategy.
         """
-        if getattr(model, "_sharded_by", None) == self._implementation:
+        sharded_by = getattr(model, "_sharded_by", self._implementation)
+        if sharded_by != self._implementation:
+            raise UserError(
+                f"{type(model).__name__} has been sharded by the strategy of another Trainer, with its codecs: use "
+                "that Trainer again, or build the model anew and load a checkpoint."
+            )
+        if hasattr(model, "_sharded_by"):
             return model
         world = self.world_size
         experts: dict[str, Any] = {path: module for path, module in model.named_modules() if is_experts(module)}
@@ -223,7 +229,7 @@ class ExpertParallelMixin(_Base):
             return super().validation_step(*args, **kwargs)
 
     @contextmanager
-    def _not_counted(self) -> Any:
+    def _not_counted(self) -> Iterator[None]:
         before = self.communication.traffic.copy()
         yield
         self.communication.traffic.restore(before)

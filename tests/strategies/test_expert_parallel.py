@@ -11,7 +11,7 @@ import pytorch_lightning
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from ranks import run_ranks
-from tiny_models import UserModule, quiet_trainer, tiny_model, tokens
+from tiny_models import ARCHITECTURES, UserModule, quiet_trainer, tiny_model, tokens
 from torch.utils.data import DataLoader
 
 from lightning_nvfp4 import ExpertParallelStrategy
@@ -79,6 +79,23 @@ def test_losses_and_gradient_norms_are_those_of_one_process(size, spread):
     for _, norms, _ in found:
         close(torch.tensor(norms), torch.tensor(alone.norms))
     assert min(alone.norms) > 0.3  # every step was clipped
+
+
+OTHERS = [name for name in ARCHITECTURES if name != "qwen3_moe"]
+
+
+def architectures(rank, size, spread):
+    strategies = [ExpertParallelStrategy(codec="none") if spread else "auto" for _ in OTHERS]
+    return [
+        fit(rank, size, strategy, 2, module=UserModule(tiny_model(name)))[0].losses
+        for name, strategy in zip(OTHERS, strategies, strict=True)
+    ]
+
+
+def test_every_architecture_trains_as_in_one_process():
+    """Biased, transposed and shared experts, Mamba blocks, and a dense model, whose experts are none."""
+    found = torch.tensor(run_ranks(architectures, 2, 2, True, group=None)).mean(0)
+    torch.testing.assert_close(found, torch.tensor(architectures(0, 1, False)), rtol=5e-6, atol=0)
 
 
 def continued(path):
@@ -184,6 +201,22 @@ def refused(rank, size, spread, experts):
     except UserError as error:
         return str(error)
     return ""
+
+
+def fitted_twice(rank, size):
+    strategy, module = ExpertParallelStrategy(codec="none"), Module()
+    _, trainer = fit(rank, size, strategy, 2, module=module)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(module, loader(rank, size))
+    try:
+        fit(rank, size, ExpertParallelStrategy(codec="none"), 2, module=module)
+    except UserError as error:
+        return len(module.losses), str(error)
+
+
+def test_a_module_is_fitted_again_by_its_trainer_and_refused_by_another():
+    for steps, message in run_ranks(fitted_twice, 2, 2, group=None):
+        assert steps == 4 and "another Trainer" in message
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,9 @@ def to_bf16(x):
 def load_blocks(at, inside, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
     """Load whole blocks of 16 or 32 elements (L, C, B) in a row, by the addresses (L, C, 8) of their first eight.
 
-    Rows that are not `inside`, (L, 1, 1) or (1, 1, 1), are zeros. A thread then holds all of a block, and works out its scale alone; one load would give it eight elements.
+    Rows that are not `inside`, (L, 1, 1) or (1, 1, 1), are zeros.
+
+    A thread then holds all of a block, and works out its scale alone; one load would give it eight elements.
     """
     x = tl.join(tl.load(at, mask=inside, other=0.0), tl.load(at + 8, mask=inside, other=0.0))
     if B == 32:
