@@ -14,6 +14,7 @@ transformers made it, under BF16 autocast.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -195,8 +196,11 @@ def fit(
         "callbacks": [losses],
         **arguments,
     }
-    trainer = lightning.Trainer(**settings)
-    trainer.fit(module, DataLoader(Windows(length), batch_size=batch, num_workers=0), ckpt_path=ckpt_path)
+    # Lightning's own distributed sampler shuffles: here the ranks share the batches of one process.
+    trainer = lightning.Trainer(**settings, use_distributed_sampler=False)
+    windows = Windows(length)
+    share = range(int(os.environ.get("LOCAL_RANK", 0)), len(windows), settings["devices"])
+    trainer.fit(module, DataLoader(windows, batch_size=batch, sampler=share, num_workers=0), ckpt_path=ckpt_path)
     if settings["accelerator"] == "cuda" and precision != CONTROL and losses.backend != "te":
         raise RuntimeError(f"{precision} ran in {losses.backend}.")
     return trainer, module, losses
@@ -254,7 +258,7 @@ def two_gpus(options: argparse.Namespace) -> bool:
         return True
     torch.distributed.destroy_process_group()
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
-        __import__("os").environ.pop(name, None)
+        os.environ.pop(name, None)
     _, _, one = fit(options.precision, config, options.steps, batch, length)
     gap = max(abs(a / b - 1) for a, b in zip(seen.values, one.values, strict=True))
     rows = [
