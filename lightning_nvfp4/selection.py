@@ -86,7 +86,7 @@ def select(model: nn.Module, recipe: Recipe) -> list[Decision]:
         gemm = None if use == "keep" else recipe.gemms[use]
         plain = kind == "linear" and forwards_as_linear(module) and not _read_by_parent(model, path)
         shape, weights = _shape(module), _weights(module)
-        decisions.append(Decision(path, kind, shape, _flops(model, module), gemm, use, reason, plain, weights))
+        decisions.append(Decision(path, kind, shape, _flops(model, path, module), gemm, use, reason, plain, weights))
     return decisions
 
 
@@ -199,13 +199,19 @@ def _weights(module: Any) -> tuple[tuple[int, ...], ...]:
     return _shape(module), (e, *(reversed(down) if module.is_transposed else down))
 
 
-def _flops(model: nn.Module, module: Any) -> int:
-    if not is_experts(module):
-        shape = _shape(module)
-        return shape[0] * shape[1] if len(shape) == 2 else 0
-    up, down = _shape(module), module.down_proj.shape
+def _flops(model: nn.Module, path: str, module: Any) -> int:
+    """Return multiply-adds of a token on average: an expert that is a module of its own sees a share of the tokens."""
     config = getattr(module, "config", None) or getattr(model, "config", None)
-    return (up[1] * up[2] + down[1] * down[2]) * int(getattr(config, "num_experts_per_tok", 1) or 1)
+    visited = int(getattr(config, "num_experts_per_tok", 1) or 1)
+    if is_experts(module):
+        up, down = _shape(module), module.down_proj.shape
+        return (up[1] * up[2] + down[1] * down[2]) * visited
+    shape = _shape(module)
+    whole = shape[0] * shape[1] if len(shape) == 2 else 0
+    if found := _EXPERT.search(path):
+        siblings = model.get_submodule(path[: found.end()].rstrip(".").rpartition(".")[0])
+        return whole * visited // len(list(siblings.children()))
+    return whole
 
 
 def flop_shares(decisions: Iterable[Decision]) -> dict[str, float]:

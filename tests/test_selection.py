@@ -1,5 +1,7 @@
 """Which layers are chosen, and the reasons given."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_models import ARCHITECTURES, tiny_model
@@ -93,6 +95,13 @@ def test_flop_shares_sum_to_one_and_count_active_experts_only():
     assert sum(shares.values()) == pytest.approx(1)
     experts = next(d for d in decisions if d.kind == "experts")
     assert experts.flops == 2 * (96 * 64 + 64 * 48)
+
+
+def test_experts_that_are_modules_see_their_share_of_the_tokens():
+    model = nn.Module()
+    model.config = SimpleNamespace(num_experts_per_tok=2)
+    model.experts = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(16, 32)}) for _ in range(8))
+    assert [d.flops for d in select(model, PRESETS["mxfp8"])] == [16 * 32 * 2 // 8] * 8
 
 
 def test_selection_needs_no_weights():
