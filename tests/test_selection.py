@@ -1,6 +1,7 @@
 """Which layers are chosen, and the reasons given."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_flop_shares_sum_to_one_and_count_active_experts_only():
 
 
 def test_experts_that_are_modules_see_their_share_of_the_tokens():
-    model = nn.Module()
+    model: Any = nn.Module()
     model.config = SimpleNamespace(num_experts_per_tok=2)
     model.experts = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(16, 32)}) for _ in range(8))
     assert [d.flops for d in select(model, PRESETS["mxfp8"])] == [16 * 32 * 2 // 8] * 8

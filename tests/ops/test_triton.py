@@ -67,7 +67,7 @@ def test_codes_and_scales_are_the_references(spec: QuantSpec, shape: tuple[int, 
 
 
 @each_spec
-@pytest.mark.parametrize("shape", [(37, 50), (3, 20, 40)], ids=str)
+@pytest.mark.parametrize("shape", [(37, 50), (3, 20, 40), (64, 36)], ids=str)
 def test_values_and_decoding_are_the_references(spec: QuantSpec, shape: tuple[int, ...]) -> None:
     x = normal(*shape)
     x.view(-1)[77] = float("nan")
@@ -81,6 +81,25 @@ def test_values_and_decoding_are_the_references(spec: QuantSpec, shape: tuple[in
         for scale, inverse in ((None, False), (tensor_scale, True)):
             decoded = kernels.decode(codes, block_scale, scale, spec, q.shape, dim, torch.float32, inverse)
             assert_values_equal(decoded.cpu(), q.dequantize() if inverse else q.operand())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("nvfp4", (64, 512)), ("mxfp8", (128, 512)), ("nvfp4-rht-sr", (16, 512))], ids=str
+)
+def test_tiles_without_masks_down_columns(name: str, shape: tuple[int, int]) -> None:
+    x, spec = normal(*shape), COVERED[name]
+    reference = quantize(x, spec, dim=0, seed=7, backend="reference")
+    assert_same(quantize(x.to(DEVICE), spec, dim=0, seed=7, backend="triton"), reference)
+    values, _ = quantize_values(x.to(DEVICE), spec, dim=0, seed=7, backend="triton")
+    assert_values_equal(values.cpu(), reference.operand())
+
+
+def test_codes_of_any_strides_are_decoded() -> None:
+    q = quantize(normal(32, 64).to(DEVICE), QuantSpec("mxfp8"))
+    strided = QuantizedTensor(q.codes.T.contiguous().T, q.block_scale.T.contiguous().T, None, None, q.spec, q.shape, 1)
+    kernels = backend_for(q.codes, q.spec, "triton")
+    decoded = kernels.decode(strided.codes, strided.block_scale, None, q.spec, q.shape, 1, torch.float32, False)
+    assert_values_equal(decoded.cpu(), q.dequantize().cpu())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -113,10 +132,16 @@ def test_both_directions_in_one_pass_are_two_quantizations(name: str, shape: tup
         assert_values_equal(values.cpu(), quantize_values(x, spec, dim=dim, seed=5, backend="reference")[0])
 
 
-@pytest.mark.parametrize("source", ["nvfp4", "nvfp4-row", "nvfp4-2d"])
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-sr", "mxfp8-2d", "fp8"])
-@pytest.mark.parametrize("shape", [(37, 50), (64, 64), (3, 20, 40)], ids=str)
-@pytest.mark.parametrize("between", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [(source, "mxfp8") for source in ("nvfp4", "nvfp4-row", "nvfp4-2d")]
+    + [("nvfp4-row", name) for name in ("mxfp8-sr", "mxfp8-2d", "fp8")],
+)
+@pytest.mark.parametrize(
+    ("shape", "between"),
+    [((37, 50), torch.float32), ((32, 256), torch.bfloat16), ((2, 20, 40), torch.bfloat16)],
+    ids=str,
+)
 def test_requantization_is_decoding_and_quantizing(
     source: str, name: str, shape: tuple[int, ...], between: torch.dtype
 ) -> None:
