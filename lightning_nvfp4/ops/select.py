@@ -95,9 +95,18 @@ def quantize_values_twice(
     """Return the values of a matrix quantized along its last and along its first dim, both under one seed.
 
     Only for formats without tensor scale. Equal to two calls of `quantize_values`, in one pass where a backend can.
+
+    Raises:
+        UserError: no matrix, or a format with a tensor scale.
     """
     _check(x, along_last, -1, None)
     _check(x, along_first, 0, None)
+    scales = {along_last.tensor_scale, along_first.tensor_scale}
+    if x.ndim != 2 or scales != {"none"}:
+        raise UserError(
+            f"quantize_values_twice got x of shape {tuple(x.shape)} and formats {along_last.format!r} and "
+            f"{along_first.format!r}: it takes a matrix and formats without tensor scale. Use quantize_values twice."
+        )
     if x.numel() == 0:
         first, second = _empty(x, along_last, 1, None), _empty(x, along_first, 0, None)
         return first.operand(dtype), second.operand(dtype)
@@ -185,6 +194,8 @@ def _check(x: Tensor, spec: QuantSpec, dim: int, amax: Tensor | None) -> tuple[i
             f"x has shape {tuple(x.shape)} and dtype {x.dtype}: quantize takes floating-point tensors with at "
             "least one dim. Reshape or convert it first."
         )
+    if amax is not None and not isinstance(amax, Tensor):
+        raise UserError(f"amax = {amax!r} is no tensor: give one in float32, such as torch.tensor({amax!r}).")
     if amax is not None and spec.format != "nvfp4":
         raise UserError(
             f"amax was given for format {spec.format!r}, which has no tensor scale: leave it out, or use 'nvfp4'."

@@ -8,7 +8,13 @@ import torch
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.formats import E2M1, E4M3, E5M2
 from lightning_nvfp4.formats.element import ElementFormat
-from lightning_nvfp4.ops import QuantizedTensor, hadamard_transform, quantize, quantize_values
+from lightning_nvfp4.ops import (
+    QuantizedTensor,
+    hadamard_transform,
+    quantize,
+    quantize_values,
+    quantize_values_twice,
+)
 from lightning_nvfp4.ops.reference.elements import round_float
 from lightning_nvfp4.recipe import QuantSpec
 from lightning_nvfp4.testing import assert_codes_equal, assert_unbiased, assert_values_equal
@@ -195,6 +201,19 @@ def test_mapped_over_a_dim() -> None:
     x = torch.randn(3, 5, 40)
     mapped = torch.vmap(lambda t: quantize(t, QuantSpec("mxfp8")).dequantize())(x)
     assert_values_equal(mapped, quantize(x, QuantSpec("mxfp8")).dequantize())
+
+
+def test_twice_takes_matrices_and_formats_without_tensor_scale() -> None:
+    mx = QuantSpec("mxfp8")
+    with pytest.raises(UserError, match=r"shape \(33,\)"):
+        quantize_values_twice(torch.ones(33), mx, mx)
+    with pytest.raises(UserError, match="'nvfp4'"):
+        quantize_values_twice(torch.ones(4, 4), QuantSpec(), mx)
+
+
+def test_an_amax_that_is_no_tensor() -> None:
+    with pytest.raises(UserError, match=r"amax = 3.0 .*torch.tensor"):
+        quantize(torch.ones(4, 4), QuantSpec(), amax=3.0)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_dim_that_does_not_exist() -> None:

@@ -16,6 +16,7 @@ from lightning_nvfp4.ops import (
     quantize,
     quantize_values,
     quantize_values_twice,
+    quantize_with_values,
     requantize_values,
     rows_matmul,
     tokens_matmul,
@@ -91,6 +92,16 @@ def test_tiles_without_masks_down_columns(name: str, shape: tuple[int, int]) -> 
     reference = quantize(x, spec, dim=0, seed=7, backend="reference")
     assert_same(quantize(x.to(DEVICE), spec, dim=0, seed=7, backend="triton"), reference)
     values, _ = quantize_values(x.to(DEVICE), spec, dim=0, seed=7, backend="triton")
+    assert_values_equal(values.cpu(), reference.operand())
+
+
+@each_spec
+@pytest.mark.parametrize("shape", [(64, 32), (2, 32, 16)], ids=str)
+def test_transposed_input(spec: QuantSpec, shape: tuple[int, ...]) -> None:
+    x = normal(*shape).transpose(-1, -2)
+    ours, values = quantize_with_values(x.to(DEVICE), spec, dim=-1, seed=7, backend="triton")
+    reference = quantize(x, spec, dim=-1, seed=7, backend="reference")
+    assert_same(ours, reference)
     assert_values_equal(values.cpu(), reference.operand())
 
 

@@ -126,7 +126,8 @@ def quantize(
         out_shape = (*shape[:dim], length, *shape[dim + 1 :])
         out_values = torch.empty(out_shape, dtype=values, device=x.device)
         vs = view(out_shape, dim).strides
-    if index is None and down_columns(spec, v):
+    # Its values lie as x does, and the result row-major, which a transposed x does not.
+    if index is None and down_columns(spec, v) and (values is None or vs[2:] == (1, nl)):
         tile = 256 if codes and block == 32 else 512
         blocks = 4 if codes and num_c % 4 == 0 else 1
         launch(
