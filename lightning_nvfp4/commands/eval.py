@@ -32,7 +32,10 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--allow-unsafe-code", action="store_true", help="run it even where this machine cannot isolate it"
     )
+    parser.add_argument("--data-dir", help="folder that a suite's JSON Lines files are in (default: the suite's)")
     options = parser.parse_args(arguments)
+    if options.data_dir is not None and not Path(options.data_dir).is_dir():
+        raise UserError(f"--data-dir {options.data_dir!r} is no folder: name the one that holds the suite's files.")
     config = find_config(options.config)
     read_mapping(config)
     for precision in options.precision:
@@ -67,6 +70,7 @@ def run(arguments: list[str]) -> int:
             allow_code_execution=options.allow_code_execution,
             seed=options.seed,
             allow_unsafe_code=options.allow_unsafe_code,
+            data_dir=options.data_dir,
         )
         for score in result.scores:
             error = "" if score.stderr is None else f"{score.stderr:.3f}"

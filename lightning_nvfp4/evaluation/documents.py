@@ -13,46 +13,64 @@ from lightning_nvfp4.lm.data.readers import JsonLinesReader
 
 Rows = list[dict[str, Any]]
 
+_FILES = ("test", "fewshot", "where", "fewshot_where")
+_HUB = ("hub", "name", "split", "fewshot", "where", "fewshot_where")
 
-def load_documents(source: dict[str, Any], where: str, *, seed: int, count: int | None) -> dict[str, Rows]:
+
+def load_documents(
+    source: dict[str, Any], where: str, *, seed: int, count: int | None, data_dir: str | Path = "."
+) -> dict[str, Rows]:
     """Return the splits `test` and, where the source has one, `fewshot`.
 
     Args:
         source: ``{"embedded": task}``; ``{"hub": owner/name, "name": configuration, "split": split}`` of the Hugging
-            Face hub or its cache; or ``{"test": path, "fewshot": path, "where": {field: value}}`` with paths
-            relative to the working directory, `.jsonl` or `.jsonl.gz`, wildcards allowed.
+            Face hub or its cache, where `fewshot` is such a mapping too; or ``{"test": path, "fewshot": path}`` with
+            paths relative to `data_dir`, `.jsonl` or `.jsonl.gz`, wildcards allowed. `where` and `fewshot_where`
+            (default: `where`) map fields to the value, or the list of values, of the rows to keep.
         where: the definition's name, for messages.
         seed: of embedded documents.
         count: embedded documents to draw; None = 200.
+        data_dir: folder of the files.
 
     Raises:
         UserError: an unknown field, a missing or malformed file, no document left.
     """
     if "embedded" in source:
         return {"test": eval_documents(source["embedded"], seed, count or 200)}
-    if "hub" in source:
-        return {"test": _hub(source, where)}
+    known = _HUB if "hub" in source else ("embedded", "hub", *_FILES)
     for name in source:
-        if name not in ("test", "fewshot", "where"):
-            raise unknown(f"{where}: documents field", name, ("embedded", "hub", "test", "fewshot", "where"))
-    if "test" not in source:
+        if name not in known:
+            raise unknown(f"{where}: documents field", name, known)
+    if "hub" in source:
+        splits = {"test": _hub(source, where)}
+        if "fewshot" in source:
+            splits["fewshot"] = _hub(source["fewshot"], where)
+    elif "test" in source:
+        splits = {
+            split: _read(source[split], where, Path(data_dir)) for split in ("test", "fewshot") if split in source
+        }
+    else:
         raise UserError(f"{where}: documents has no field test: name a JSON Lines file, or embedded: TASK.")
-    wanted = source.get("where", {})
+    chosen = source.get("where", {})
+    filters = {"test": chosen, "fewshot": source.get("fewshot_where", chosen)}
+    return {split: _keep(rows, filters[split], f"{where}: {split} documents") for split, rows in splits.items()}
+
+
+def _keep(rows: Rows, wanted: Any, where: str) -> Rows:
     if not isinstance(wanted, dict):
-        raise UserError(f"{where}: documents.where = {wanted!r} must be a mapping of field: value.")
-    splits = {}
-    for split in ("test", "fewshot"):
-        if split in source:
-            rows = [row for row in _read(source[split], where) if all(row.get(k) == v for k, v in wanted.items())]
-            if not rows:
-                raise UserError(f"{where}: {source[split]} holds no document with {wanted or 'any content'}.")
-            splits[split] = rows
-    return splits
+        raise UserError(f"{where}: where = {wanted!r} must be a mapping of field: value.")
+    values = {name: value if isinstance(value, list) else [value] for name, value in wanted.items()}
+    rows = [row for row in rows if all(row.get(name) in choices for name, choices in values.items())]
+    if not rows:
+        raise UserError(f"{where}: the source holds none with {wanted or 'any content'}.")
+    return rows
 
 
-def _hub(source: dict[str, Any], where: str) -> Rows:
+def _hub(source: Any, where: str) -> Rows:
     import datasets
 
+    if not isinstance(source, dict) or not isinstance(source.get("hub"), str):
+        raise UserError(f"{where}: documents names the data set {source!r}: need hub: OWNER/NAME.")
     try:
         loaded = datasets.load_dataset(source["hub"], source.get("name"), split=source.get("split", "test"))
     except (OSError, ValueError) as error:
@@ -60,12 +78,15 @@ def _hub(source: dict[str, Any], where: str) -> Rows:
     return [dict(row) for row in loaded]
 
 
-def _read(pattern: str, where: str) -> Rows:
+def _read(pattern: str, where: str, folder: Path) -> Rows:
     if not isinstance(pattern, str):
         raise UserError(f"{where}: documents has the file {pattern!r}: name a JSON Lines file.")
-    paths = sorted(glob.glob(pattern))
+    paths = sorted(glob.glob(str(Path(glob.escape(str(folder))) / pattern)))
     if not paths:
-        raise UserError(f"{where}: no file {pattern!r} below {Path.cwd()}: run from where it is, or correct the path.")
+        raise UserError(
+            f"{where}: no file {str(folder / pattern)!r} (from {Path.cwd()}): name the folder of the data with "
+            "--data-dir, or correct the path."
+        )
     rows: Rows = []
     for path in paths:
         with closing(JsonLinesReader(Path(path), None)) as reader:

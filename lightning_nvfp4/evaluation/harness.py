@@ -6,9 +6,10 @@ Importing this module imports lm_eval, which takes seconds; `run.py` does it whe
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import datasets
@@ -20,14 +21,17 @@ from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_nvfp4.errors import UserError
-from lightning_nvfp4.evaluation.code import pass_at_1
+from lightning_nvfp4.evaluation.code import pass_at
 from lightning_nvfp4.evaluation.documents import Rows
 from lightning_nvfp4.evaluation.results import Sample, Score
 from lightning_nvfp4.evaluation.statistics import standard_error
 from lightning_nvfp4.evaluation.suite import Definition, Suite, TaskSpec
 from lightning_nvfp4.lm.stop_tokens import stop_token_ids
 
-Judge = Callable[[Sequence[Sequence[str]], Sequence[Mapping[str, Any]]], list[str]]
+Judge = Callable[..., list[list[str]]]
+"""`(responses, documents, limits=CodeLimits) -> verdicts`."""
+
+PASS_AT = (1, 10, 100)
 
 
 _HFLM: Any = HFLM  # its decorator hides the class from type checkers
@@ -74,8 +78,16 @@ def own_task(
     if not chat:
         config.update(copy.deepcopy(definition.plain))
     if judge is not None:
-        config["filter_list"] = [{"name": "sandbox", "filter": [{"function": "custom", "filter_fn": judge}]}]
-        config["metric_list"] = [{"metric": pass_at_1, "aggregation": "mean", "higher_is_better": True}]
+        limited = functools.partial(judge, limits=definition.code_limits())
+        config["filter_list"] = [{"name": "sandbox", "filter": [{"function": "custom", "filter_fn": limited}]}]
+        config["metric_list"] = [
+            {"metric": pass_at(k), "aggregation": "mean", "higher_is_better": True}
+            for k in PASS_AT
+            if k <= spec.samples
+        ]
+    if spec.temperature is not None:
+        config.setdefault("generation_kwargs", {}).update(do_sample=True, temperature=float(spec.temperature))
+    config["repeats"] = spec.samples
     loaded = datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in splits.items()})
     config |= {"task": name, "custom_dataset": lambda **_: loaded, "test_split": "test"}
     if "fewshot" in splits:
@@ -149,7 +161,11 @@ def _samples(task: str, metric: str, label: str, raw: list[dict[str, Any]]) -> l
         seen[identity] += 1
         if seen[identity] > 1:
             identity = f"{identity}#{seen[identity]}"  # the same document twice in a data set
-        response = entry["resps"][0][0] if isinstance(entry["resps"][0][0], str) else entry["filtered_resps"]
+        texts = entry["resps"][0]
+        if not isinstance(texts[0], str):
+            response = entry["filtered_resps"]
+        else:
+            response = texts[0] if len(texts) == 1 else texts
         samples.append(
             Sample(
                 task=task,

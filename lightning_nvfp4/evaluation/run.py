@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -40,6 +42,7 @@ def evaluate(
     backend: str = "auto",
     device: str = "auto",
     allow_unsafe_code: bool = False,
+    data_dir: str | Path | None = None,
     progress: bool = True,
 ) -> EvalResult:
     """Evaluate one checkpoint in one precision and write the result.
@@ -56,12 +59,15 @@ def evaluate(
         backend: of the quantized GEMMs.
         device: ``auto``, ``cpu``, ``cuda``.
         allow_unsafe_code: run model-written code with resource limits alone where the machine cannot isolate it.
+        data_dir: folder that the files of definitions are relative to; None = the suite's.
         progress: show progress bars.
 
     Raises:
         UserError: bad configuration, checkpoint or precision; code permitted but no isolation on this machine.
     """
     suite = load_suite(config)
+    if data_dir is not None:
+        suite = replace(suite, data_dir=str(data_dir))
     if limit is not None and limit < 1:
         raise UserError(f"limit is {limit}: need at least one document.")
     definitions = {
@@ -85,7 +91,11 @@ def evaluate(
                 f"checkpoint {source!r} has no tokenizer that can be loaded: {reason}. Save one beside the model."
             ) from error
         start = time.monotonic()
-        judge = partial(judge_programs, allow_unsafe=allow_unsafe_code) if allow_code_execution else None
+        judge = (
+            partial(judge_programs, workers=_sandboxes(), allow_unsafe=allow_unsafe_code)
+            if allow_code_execution
+            else None
+        )
         with inference(model, precision, overrides=overrides, backend=backend) as report:
             scores, samples, skipped = _score(suite, definitions, model, tokenizer, judge, limit, seed, progress)
         seconds = time.monotonic() - start
@@ -151,7 +161,7 @@ def _score(
                 f"task {name!r} wants a chat template and the tokenizer has none: set chat_template: false."
             )
         if definition is not None:
-            splits = load_documents(definition.documents, name, seed=seed, count=spec.count)
+            splits = load_documents(definition.documents, name, seed=seed, count=spec.count, data_dir=suite.data_dir)
             tasks = {name: harness.own_task(name, spec, definition, splits, chat=chat, judge=judge if code else None)}
         else:
             tasks = harness.stock_tasks(name, spec)
@@ -182,6 +192,10 @@ def _notes(scores: Sequence[Score], samples: Sequence[Sample], native: bool) -> 
                 f"it. The first answer: {str(first.response)[:120]!r}, wanted {str(first.target)[:60]!r}."
             )
     return notes
+
+
+def _sandboxes() -> int:
+    return max(1, min(16, (os.cpu_count() or 1) // 2))  # half the cores, so that a wall limit means CPU time
 
 
 def _device(name: str) -> torch.device:

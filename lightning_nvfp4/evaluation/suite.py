@@ -9,6 +9,7 @@ from typing import Any, Literal
 import yaml
 
 from lightning_nvfp4.errors import UserError, check_types, unknown
+from lightning_nvfp4.evaluation.code import CodeLimits
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class TaskSpec:
         fewshot: examples before each question; None = the definition's own.
         chat_template: overrides the suite's.
         code: the answer is a program, judged by running it (needs permission to execute code).
+        samples: answers drawn for each document; pass@k is given for every k of 1, 10, 100 up to it. More than one
+            needs a temperature.
+        temperature: of sampling; None = the definition's own decoding (greedy).
     """
 
     definition: str | None = None
@@ -32,6 +36,8 @@ class TaskSpec:
     fewshot: int | None = None
     chat_template: bool | None = None
     code: bool = False
+    samples: int = 1
+    temperature: float | int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Suite:
         chat_template: put questions into the tokenizer's chat template.
         max_length: tokens of context; None = the model's own.
         offline: refuse the network (Hugging Face libraries included).
+        data_dir: folder that the files of definitions are relative to.
         folder: where the suite's file is; definitions are relative to it.
     """
 
@@ -54,6 +61,7 @@ class Suite:
     chat_template: bool = False
     max_length: int | None = None
     offline: bool = True
+    data_dir: str = "."
     folder: Path = field(default=Path(), compare=False)
 
     def resolved(self) -> dict[str, Any]:
@@ -69,7 +77,8 @@ class Definition:
 
     Attributes:
         documents: ``{"embedded": task}`` or ``{"test": file.jsonl[.gz], "fewshot": file, "where": {field: value}}``.
-        judge: ``"match"`` (the metrics of `harness`) or ``"code"`` (pass@1 in the sandbox).
+        judge: ``"match"`` (the metrics of `harness`) or ``"code"`` (pass@k in the sandbox).
+        limits: fields of `CodeLimits`, for ``judge: code``.
         harness: fields of an lm-evaluation-harness task.
         plain: fields that replace those of `harness` without a chat template.
     """
@@ -78,9 +87,14 @@ class Definition:
     harness: dict[str, Any]
     judge: Literal["match", "code"] = "match"
     plain: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
+
+    def code_limits(self) -> CodeLimits:
+        """Return what one program of this task may use."""
+        return CodeLimits(**self.limits)
 
 
-_LEAST = {"batch_size": 1, "max_length": 1, "count": 1, "limit": 1}
+_LEAST = {"batch_size": 1, "max_length": 1, "count": 1, "limit": 1, "samples": 1, "seconds": 1, "memory_mib": 64}
 
 
 def load_suite(path: str | Path) -> Suite:
@@ -107,6 +121,12 @@ def load_suite(path: str | Path) -> Suite:
             raise UserError(f"{where}: give exactly one of definition (a YAML file) and stock (a harness task).")
         if spec.stock is not None and spec.code:
             raise UserError(f"{where}: a stock task cannot run code here: give a definition with judge: code.")
+        if spec.samples > 1 and not spec.temperature:
+            raise UserError(f"{where}: {spec.samples} samples without a temperature are the same answer: set one.")
+        if spec.temperature is not None and not (_is_number(spec.temperature) and spec.temperature > 0):
+            raise UserError(f"{where}: temperature is {spec.temperature!r}: need a number above 0, or null.")
+        if spec.stock is not None and (spec.samples > 1 or spec.temperature is not None):
+            raise UserError(f"{where}: samples and temperature are for definitions: a stock task has its own decoding.")
         specs[str(name)] = spec
     return Suite(**{"name": path.stem, **content}, tasks=specs, folder=path.resolve().parent)
 
@@ -125,6 +145,12 @@ def load_definition(path: Path) -> Definition:
     definition = Definition(**content)
     if definition.judge not in ("match", "code"):
         raise unknown(f"{path}: judge", definition.judge, ("match", "code"))
+    if not isinstance(definition.limits, dict):
+        raise UserError(f"{path}: limits is {definition.limits!r}: need a mapping such as {{seconds: 10}}.")
+    _check(definition.limits, CodeLimits, f"{path}: limits")
+    slow = definition.limits.get("slow", {})
+    if not all(_is_number(value) and value > 0 for value in slow.values()):
+        raise UserError(f"{path}: limits.slow is {slow!r}: need task_id: seconds.")
     return definition
 
 
@@ -138,6 +164,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: need a mapping of fields, got {type(content).__name__}.")
     return content
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check(content: dict[str, Any], kind: type, where: str, exclude: tuple[str, ...] = ()) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,43 @@ def test_right_answers_score_one(checkpoint: Path, tmp_path: Path, monkeypatch: 
     assert [(s.task, s.value, s.stderr, s.n) for s in result.scores] == [("word", 1.0, 0.0, 8), ("code", 1.0, 0.0, 8)]
 
 
+def test_pass_at_k_of_sampled_answers(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mbpp").mkdir()
+    for split in ("test", "prompt"):
+        rows = [
+            {
+                "task_id": i,
+                "text": f"{split} {i}",
+                "code": f"def f():\n    return {i}",
+                "test_list": [f"assert f() == {i}"] * 3,
+            }
+            for i in range(2, 5)
+        ]
+        (tmp_path / "mbpp" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = []
+
+    def generate(self, requests, disable_tqdm=False):
+        drawn.extend(request.args[1] for request in requests)
+        seen = Counter()
+        answers = []
+        for request in requests:
+            number = int(re.findall(r"test (\d)", request.args[0])[-1])
+            seen[number] += 1
+            answers.append(f"def f():\n    return {number if seen[number] < number else 0}")
+        return answers
+
+    monkeypatch.setattr(harness.InMemoryLM, "generate_until", generate)
+    path = suite(tmp_path, "tasks: {mbpp: {definition: tasks/mbpp_files.yaml, samples: 10, temperature: 0.8}}")
+    options = {"allow_unsafe_code": True, "data_dir": tmp_path, "progress": False}
+    result = evaluate(checkpoint, path, "bf16-gemm", tmp_path / "r.json", allow_code_execution=True, **options)
+    assert {s.metric: s.value for s in result.scores} == pytest.approx({"pass_at_1": 0.2, "pass_at_10": 1.0})
+    assert [s.value for s in result.samples if s.metric == "pass_at_1"] == pytest.approx([0.1, 0.2, 0.3])
+    assert len(drawn) == 30 and all(d["do_sample"] and d["temperature"] == 0.8 for d in drawn)
+    assert all(len(s.response) == 10 and s.prompt.count("[DONE]") == 3 for s in result.samples)
+    refused = evaluate(checkpoint, path, "bf16-gemm", tmp_path / "r.json", **options)
+    assert refused.scores == () and "--allow-code-execution" in refused.skipped["mbpp"]
+
+
 def test_batches_do_not_change_scores(checkpoint: Path, tmp_path: Path) -> None:
     texts = {}
     for size in (1, 5):
@@ -63,7 +103,7 @@ def test_files_with_few_shot_examples(checkpoint: Path, tmp_path: Path, monkeypa
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f'{{"question": "{split} {i}?", "answer": "#### {i}"}}\n' for i in range(count)))
     path = suite(tmp_path, "tasks: {gsm8k: {definition: tasks/gsm8k_files.yaml, fewshot: 2}}")
-    path.write_text(f"max_length: 512\n{path.read_text()}")
+    path.write_text(f"max_length: 512\ndata_dir: data\n{path.read_text()}")
     result = evaluate(checkpoint, path, "bf16-gemm", tmp_path / "r.json", progress=False)
     assert [s.metric for s in result.scores] == ["exact_match@flexible-extract", "exact_match@strict-match"]
     assert result.scores[0].n == 3

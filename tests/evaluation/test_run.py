@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from lightning_nvfp4.commands.eval import run
 from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.evaluation.documents import load_documents
 from lightning_nvfp4.evaluation.results import read_result, samples_path
 from lightning_nvfp4.evaluation.run import NO_PERMISSION, evaluate, evaluate_many
+from lightning_nvfp4.evaluation.suite import load_definition
 
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "eval" / "embedded.yaml"
@@ -122,6 +126,9 @@ def test_the_plain_form_and_another_seed(checkpoint: Path, tmp_path: Path) -> No
         ("tasks: {a: {definition: 5}}", "tasks.a: definition is 5: need text or null"),
         ("tasks: {a: {stock: b, limit: -1}}", "tasks.a: limit is -1: need at least 1"),
         ("tasks: {a: {stock: b, count: many}}", "tasks.a: count is 'many'"),
+        ("tasks: {a: {definition: b, samples: 5}}", "tasks.a: 5 samples without a temperature"),
+        ("tasks: {a: {definition: b, temperature: warm}}", "tasks.a: temperature is 'warm': need a number above 0"),
+        ("tasks: {a: {stock: b, temperature: 1}}", "tasks.a: samples and temperature are for definitions"),
     ],
 )
 def test_a_bad_suite_names_the_field(text: str, message: str, tmp_path: Path) -> None:
@@ -132,6 +139,44 @@ def test_a_bad_suite_names_the_field(text: str, message: str, tmp_path: Path) ->
     assert not (tmp_path / "out.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ("5", "limits is 5: need a mapping"),
+        ("{second: 5}", "Did you mean 'seconds'"),
+        ("{seconds: 0}", "limits: seconds is 0: need at least 1"),
+        ("{slow: {599: long}}", "limits.slow is {599: 'long'}: need task_id: seconds"),
+        ("{slow: 5}", "limits: slow is 5"),
+    ],
+)
+def test_bad_limits_name_the_field(limits: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "task.yaml"
+    path.write_text(f"documents: {{test: a.jsonl}}\nharness: {{}}\njudge: code\nlimits: {limits}\n")
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_definition(path)
+
+
+def test_bad_documents_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": 1}\n{"id": 2}\n{"id": 3}\n')
+
+    def load(**source):
+        return load_documents(source, "task", seed=0, count=None, data_dir=tmp_path)
+
+    assert load(test="a.jsonl", fewshot="a.jsonl", fewshot_where={"id": [1, 3]}) == {
+        "test": [{"id": 1}, {"id": 2}, {"id": 3}],
+        "fewshot": [{"id": 1}, {"id": 3}],
+    }
+    assert load(test="a.jsonl", fewshot="a.jsonl", where={"id": 2}) == {"test": [{"id": 2}], "fewshot": [{"id": 2}]}
+    with pytest.raises(UserError, match="fewshot documents: the source holds none with {'id': 4}"):
+        load(test="a.jsonl", fewshot="a.jsonl", fewshot_where={"id": 4})
+    with pytest.raises(UserError, match="no file '.*b.jsonl'.*--data-dir"):
+        load(test="b.jsonl")
+    with pytest.raises(UserError, match="Did you mean 'fewshot'"):
+        load(test="a.jsonl", fewshots="a.jsonl")
+    with pytest.raises(UserError, match="need hub: OWNER/NAME"):
+        load(hub=5)
+
+
 def test_bad_arguments(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         evaluate("./nowhere", SUITE, "bf16-gemm", tmp_path)
@@ -139,6 +184,8 @@ def test_bad_arguments(checkpoint: Path, tmp_path: Path) -> None:
         evaluate(checkpoint, SUITE, "bf16-gemm", tmp_path, 0)
     with pytest.raises(UserError, match="Did you mean 'nvfp4-hybrid'"):
         evaluate(checkpoint, SUITE, "nvfp4-hybird", tmp_path)
+    with pytest.raises(UserError, match="--data-dir 'nowhere' is no folder"):
+        run(["--checkpoint", str(checkpoint), "--data-dir", "nowhere"])
     with pytest.raises(UserError, match="name a folder"):
         evaluate_many(checkpoint, SUITE, ["nvfp4", "mxfp8"], tmp_path / "a.json")
     assert list(tmp_path.iterdir()) == []
