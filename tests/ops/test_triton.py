@@ -105,6 +105,16 @@ def test_transposed_input(spec: QuantSpec, shape: tuple[int, ...]) -> None:
     assert_values_equal(values.cpu(), reference.operand())
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-row", "mxfp8"])
+@pytest.mark.parametrize("dim", [0, 1], ids=["permuted", "expanded"])
+def test_batches_of_other_strides_down_columns(name: str, dim: int) -> None:
+    x = normal(3, 32, 20).transpose(0, 1) if dim == 0 else normal(1, 32, 20).expand(3, 32, 20)
+    ours, values = quantize_with_values(x.to(DEVICE), COVERED[name], dim=dim, seed=7, backend="triton")
+    reference = quantize(x, COVERED[name], dim=dim, seed=7, backend="reference")
+    assert_same(ours, reference)
+    assert_values_equal(values.cpu(), reference.operand())
+
+
 def test_codes_of_any_strides_are_decoded() -> None:
     q = quantize(normal(32, 64).to(DEVICE), QuantSpec("mxfp8"))
     strided = QuantizedTensor(q.codes.T.contiguous().T, q.block_scale.T.contiguous().T, None, None, q.spec, q.shape, 1)

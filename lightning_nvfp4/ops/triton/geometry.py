@@ -109,18 +109,15 @@ def whole_blocks(spec: QuantSpec, v: View) -> bool:
 
 
 def down_columns(spec: QuantSpec, v: View) -> bool:
-    """Return whether `columns_kernel` covers a tensor: whole blocks down the columns of row-major matrices."""
-    (na, nb, nl, nk), (sa, sb, sl, sk) = v
+    """Return whether `columns_kernel` covers a contiguous tensor that is quantized along the last dim but one."""
     rows, length = block_of(spec)
     return (
-        (sl, sk) == (1, nl)
-        and (nb == 1 and sa in (0, nk * nl) or na == 1 and sb == nk * nl)
-        and nk % length == 0
+        v.sizes[3] % length == 0
         and rows == 1
         and length <= 32
         and spec.hadamard in (0, length)
         and spec.format != "s2f6"
-        and (spec.rounding != STOCHASTIC or length == 16 and nl % 4 == 0)  # random bits for 32 rows would spill
+        and (spec.rounding != STOCHASTIC or length == 16 and v.sizes[2] % 4 == 0)  # random bits for 32 rows would spill
     )
 
 

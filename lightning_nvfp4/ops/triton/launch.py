@@ -126,14 +126,13 @@ def quantize(
         out_shape = (*shape[:dim], length, *shape[dim + 1 :])
         out_values = torch.empty(out_shape, dtype=values, device=x.device)
         vs = view(out_shape, dim).strides
-    # Its values lie as x does, and the result row-major, which a transposed x does not.
-    if index is None and down_columns(spec, v) and (values is None or vs[2:] == (1, nl)):
+    if index is None and dim == x.ndim - 2 and x.is_contiguous() and down_columns(spec, v):
         tile = 256 if codes and block == 32 else 512
         blocks = 4 if codes and num_c % 4 == 0 else 1
         launch(
-            column_kernel.columns_kernel, (num_c // blocks, ceil_div(nl, tile), na * nb), x,
+            column_kernel.columns_kernel, (num_c // blocks, ceil_div(nl, tile), na), x,
             x, given(sixth, x), given(tensor_scale, x), stored_codes, given(out_scale, x), given(out_values, x), seed,
-            nl, num_c, max(strides[:2]), *strides[2:],
+            nl, num_c, strides[0], *strides[2:],
             HAS_CODES=codes, HAS_VALUES=values is not None, EVEN=nl % tile == 0,
             **{name: constants[name] for name in _COLUMN_CONSTANTS}, BLOCKS=blocks, L_TILE=tile, num_warps=4,
         )  # fmt: skip
