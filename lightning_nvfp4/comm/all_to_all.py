@@ -23,7 +23,7 @@ from lightning_nvfp4.comm.codec import BlockCodec, Codec
 from lightning_nvfp4.comm.link import Link
 from lightning_nvfp4.comm.routing import Route, counting
 from lightning_nvfp4.ops import QuantizedTensor
-from lightning_nvfp4.ops.rows import move_rows
+from lightning_nvfp4.ops.rows import TokenSum, move_rows
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,9 @@ def sum_choices(
 ) -> Tensor:
     """Return the (weighted) sum over each token's choices (T, D), added in FP32 in their order."""
     route, codec = exchange.route, exchange.codecs[leg]
-    fused = codec.sum_rows(*returned, route.positions, route.own, weights_TS, route.num_choices, dtype)
+    kept, rows = returned.kept_KD, returned.kept_rows
+    what = TokenSum(kept, rows, route.positions, route.own, weights_TS, route.num_choices, dtype)
+    fused = codec.sum_rows(returned.received_RB, what)
     if fused is not None:
         return fused
     y_TSD = _choices(returned, exchange, leg)

@@ -57,17 +57,7 @@ class Codec(ABC):
         """Decode into ``out[index]``; a codec that can do both at once overrides this."""
         out.index_copy_(0, index, self.decode(wire_RB, out.shape[1], out.dtype))
 
-    def sum_rows(
-        self,
-        wire_RB: Tensor,
-        kept: Tensor,
-        kept_rows: Tensor,
-        positions: Tensor,
-        kept_positions: slice,
-        weights: Tensor | None,
-        num_choices: int,
-        dtype: torch.dtype,
-    ) -> Tensor | None:
+    def sum_rows(self, wire_RB: Tensor, total: rows.TokenSum) -> Tensor | None:
         """Decode and sum by token at once, as `ops.rows.sum_rows`; ``None`` where a codec cannot."""
         return None
 
@@ -97,21 +87,9 @@ class PlainCodec(Codec):
         """Scatter."""
         rows.move_rows(wire_RB.view(out.dtype), None, out, index)
 
-    def sum_rows(
-        self,
-        wire_RB: Tensor,
-        kept: Tensor,
-        kept_rows: Tensor,
-        positions: Tensor,
-        kept_positions: slice,
-        weights: Tensor | None,
-        num_choices: int,
-        dtype: torch.dtype,
-    ) -> Tensor | None:
+    def sum_rows(self, wire_RB: Tensor, total: rows.TokenSum) -> Tensor | None:
         """Gather and sum by token."""
-        return rows.sum_rows(
-            wire_RB.view(kept.dtype), kept, kept_rows, positions, kept_positions, weights, num_choices, dtype
-        )
+        return rows.sum_rows(wire_RB.view(total.kept.dtype), total)
 
 
 class BlockCodec(Codec):
@@ -150,21 +128,9 @@ class BlockCodec(Codec):
         """Decode and scatter."""
         wire.decode_rows(wire_RB, self.spec, out, index)
 
-    def sum_rows(
-        self,
-        wire_RB: Tensor,
-        kept: Tensor,
-        kept_rows: Tensor,
-        positions: Tensor,
-        kept_positions: slice,
-        weights: Tensor | None,
-        num_choices: int,
-        dtype: torch.dtype,
-    ) -> Tensor | None:
+    def sum_rows(self, wire_RB: Tensor, total: rows.TokenSum) -> Tensor | None:
         """Decode and sum by token."""
-        return wire.sum_rows(
-            wire_RB, self.spec, kept, kept_rows, positions, kept_positions, weights, num_choices, dtype
-        )
+        return wire.sum_rows(wire_RB, self.spec, total)
 
     def codes(self, wire_RB: Tensor, num_columns: int) -> QuantizedTensor:
         """Return the rows still quantized, for a GEMM that takes them so."""

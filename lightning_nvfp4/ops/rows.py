@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -27,28 +29,30 @@ def move_rows(x: Tensor, source: Tensor | None, out: Tensor, target: Tensor | No
         out.index_copy_(0, target, rows.to(out.dtype))
 
 
-def sum_rows(
-    rows: Tensor,
-    kept: Tensor,
-    kept_rows: Tensor,
-    positions: Tensor,
-    kept_positions: slice,
-    weights: Tensor | None,
-    num_choices: int,
-    dtype: torch.dtype,
-) -> Tensor | None:
-    """Return the sum over each token's choices (T, D), added in FP32 in their order; ``None`` without a kernel for it.
+class TokenSum(NamedTuple):
+    """The sum over each of T tokens' S choices (T, D), added in FP32 in their order.
 
-    Args:
-        rows: (.., D), of the dtype of `kept`.
-        kept: (.., D).
-        kept_rows: int64 rows of `kept`.
+    Attributes:
+        kept: (.., D), rows that stayed.
+        kept_rows: int64, which rows of `kept`.
         positions: int64 (T * S,), the position of each choice's row in the sequence of all.
-        kept_positions: those that are the rows ``kept[kept_rows]``; around them are `rows`.
+        kept_positions: those that are the rows ``kept[kept_rows]``; around them are the rows that arrived.
         weights: (T, S) factors, applied in FP32.
         num_choices: S.
         dtype: of the result.
     """
-    if has_kernels(kept, "auto") and kernels().moves(kept) and kernels().moves(rows):
-        return kernels().sum_rows(rows, None, kept, kept_rows, positions, kept_positions, weights, num_choices, dtype)
+
+    kept: Tensor
+    kept_rows: Tensor
+    positions: Tensor
+    kept_positions: slice
+    weights: Tensor | None
+    num_choices: int
+    dtype: torch.dtype
+
+
+def sum_rows(rows: Tensor, total: TokenSum) -> Tensor | None:
+    """Return the sum with the arrived `rows` (.., D) of the dtype of `kept`; ``None`` without a kernel for it."""
+    if has_kernels(total.kept, "auto") and kernels().moves(total.kept) and kernels().moves(rows):
+        return kernels().sum_rows(rows, None, total)
     return None

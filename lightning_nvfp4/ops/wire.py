@@ -19,6 +19,7 @@ from lightning_nvfp4.formats.rounding import NEAREST
 from lightning_nvfp4.ops.backends import has_kernels, kernels
 from lightning_nvfp4.ops.contract import QuantizedTensor
 from lightning_nvfp4.ops.layout import ceil_div, num_blocks, stored_length
+from lightning_nvfp4.ops.rows import TokenSum
 from lightning_nvfp4.ops.select import quantize
 from lightning_nvfp4.recipe import QuantSpec
 
@@ -108,23 +109,12 @@ def decode_rows(wire_RB: Tensor, spec: QuantSpec, out: Tensor, index: Tensor | N
         out.index_copy_(0, index, values)
 
 
-def sum_rows(
-    wire_RB: Tensor,
-    spec: QuantSpec,
-    kept: Tensor,
-    kept_rows: Tensor,
-    positions: Tensor,
-    kept_positions: slice,
-    weights: Tensor | None,
-    num_choices: int,
-    dtype: torch.dtype,
-) -> Tensor | None:
+def sum_rows(wire_RB: Tensor, spec: QuantSpec, total: TokenSum) -> Tensor | None:
     """Decode, and sum by token as `ops.rows.sum_rows`; ``None`` without a kernel for it."""
-    layout = row_layout(spec, kept.shape[1])
-    if not _by_kernels(wire_RB, kept, spec, layout):
+    layout = row_layout(spec, total.kept.shape[1])
+    if not _by_kernels(wire_RB, total.kept, spec, layout):
         return None
-    coded = (spec, layout.scales, layout.tensor, layout.size)
-    return kernels().sum_rows(wire_RB, coded, kept, kept_rows, positions, kept_positions, weights, num_choices, dtype)
+    return kernels().sum_rows(wire_RB, (spec, layout.scales, layout.tensor, layout.size), total)
 
 
 def _by_kernels(on: Tensor, matrix: Tensor, spec: QuantSpec, layout: RowLayout) -> bool:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_nvfp4.ops import wire
-from lightning_nvfp4.ops.rows import move_rows
+from lightning_nvfp4.ops.rows import TokenSum, move_rows
 from lightning_nvfp4.ops.wire import decode_rows, encode_rows, row_layout
 from lightning_nvfp4.recipe import QuantSpec
 
@@ -86,7 +86,9 @@ def test_kernel_sums_by_token_in_the_order_of_the_choices(name, weighted, device
         rows = encode_rows(far.cpu(), spec).to(device)
         decoded = torch.empty_like(far, device="cpu")
         decode_rows(rows.cpu(), spec, decoded)
-    found = kernels.sum_rows(rows, coded, kept, kept_rows, positions, kept_positions, weights, choices, torch.float32)
+    found = kernels.sum_rows(
+        rows, coded, TokenSum(kept, kept_rows, positions, kept_positions, weights, choices, torch.float32)
+    )
     all_rows = torch.cat([decoded.cpu()[:3], kept.cpu()[kept_rows.cpu()], decoded.cpu()[3:]])
     parts = all_rows[positions.cpu()].view(4, choices, columns).float()
     total = None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_nvfp4.ops.layout import ceil_div, num_blocks
+from lightning_nvfp4.ops.rows import TokenSum
 from lightning_nvfp4.ops.triton.device import wire_kernel as kernels
 from lightning_nvfp4.ops.triton.geometry import DTYPES, constants_of, given, power_of_two, uncovered, warps_of
 from lightning_nvfp4.ops.triton.launch import MAX_ROW
@@ -81,18 +82,9 @@ def move_rows(x: Tensor, source: Tensor | None, out: Tensor, target: Tensor | No
     )  # fmt: skip
 
 
-def sum_rows(
-    rows: Tensor,
-    coded: tuple[QuantSpec, int, int, int] | None,
-    kept: Tensor,
-    kept_rows: Tensor,
-    positions: Tensor,
-    kept_positions: slice,
-    weights: Tensor | None,
-    num_choices: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def sum_rows(rows: Tensor, coded: tuple[QuantSpec, int, int, int] | None, total: TokenSum) -> Tensor:
     """Implement `ops.rows.sum_rows`; of `ops.wire.sum_rows`, whose rows are `coded`: (format, scales, tensor, size)."""
+    kept, kept_rows, positions, kept_positions, weights, num_choices, dtype = total
     num_tokens, num_k = positions.shape[0] // num_choices, kept.shape[1]
     out = torch.empty(num_tokens, num_k, dtype=dtype, device=kept.device)
     if not num_tokens:
