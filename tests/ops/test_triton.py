@@ -204,27 +204,6 @@ def test_grouped_products_of_integers_are_exact(counts: tuple[int, ...], n: int,
     both(tokens_matmul, y, x, **per_expert)
 
 
-@pytest.mark.parametrize("name", ["s2f6", "s2f6-sr", "nvfp4-row", "nvfp4", "mxfp8-sr"])
-def test_gathering_rows_and_scattering_them_back(name: str) -> None:
-    """The forms that communication uses: what is permuted on the way has the bits of what was permuted before."""
-    launch = pytest.importorskip("lightning_nvfp4.ops.triton.launch")
-    x, spec = normal(12, 64), ALL[name]
-    index = torch.tensor([3, -1, 0, 11, 5], dtype=torch.int32)
-    rows = torch.where((index < 0)[:, None], torch.tensor(0.0), x[index.clamp(min=0).long()])
-    expected = quantize(rows, spec, seed=4, backend="reference")
-    seed = torch.tensor(4, device=DEVICE)
-    gathered = launch.quantize(x.to(DEVICE), spec, 1, seed, None, True, None, index.to(DEVICE))
-    codes, block_scale, _, tensor_scale, _ = gathered
-    assert_codes_equal(codes.cpu(), expected.codes)
-    assert_codes_equal(block_scale.cpu(), expected.block_scale)
-    scattered = launch.decode(
-        codes, block_scale, tensor_scale, spec, (5, 64), 1, torch.float32, True, index.to(DEVICE), num_rows=12
-    )
-    back = torch.zeros_like(x)
-    back[index[index >= 0].long()] = expected.dequantize()[index >= 0]
-    assert_values_equal(scattered.cpu(), back)
-
-
 def test_what_has_no_kernel_is_refused_by_name_and_runs_as_the_reference_under_auto() -> None:
     spec = QuantSpec(four_over_six="mae")
     with pytest.raises(UserError, match="four_over_six.*no kernel.*'auto'"):

@@ -72,7 +72,6 @@ def quantize(
     amax_: Tensor | None,
     codes: bool,
     values: torch.dtype | None,
-    index: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Quantize in one read of x (two for a tensor scale over more than a row).
 
@@ -84,8 +83,6 @@ def quantize(
         amax_: explicit amax, broadcastable to (L, C), or ``None``.
         codes: return codes and block scales, as the contract lays them out.
         values: return unscaled values of this dtype, in x's layout with `dim` of the stored length.
-        index: int32 (rows,), for 2D x quantized along its last dim: row i of the result is row index[i] of x, a row of
-            zeros where that is negative.
 
     Returns:
         codes, block scales, values, decode tensor scale, amax; ``None`` for what was not asked for or does not exist.
@@ -93,11 +90,9 @@ def quantize(
     stochastic = spec.rounding == STOCHASTIC
     x, v = prepare(x, dim, stochastic)
     constants = constants_of(spec)
-    num_rows, index_or_x = (0, x) if index is None else (len(index), index)
-    shape = tuple(x.shape) if index is None else (num_rows, x.shape[1])
-    na, nb, nl, nk = v.sizes if index is None else (1, 1, num_rows, x.shape[1])
+    shape = tuple(x.shape)
+    na, nb, nl, nk = v.sizes
     length, num_c, block = stored_length(nk, spec), num_blocks(nk, spec), constants["BLOCK"]
-    v = View((na, nb, nl, nk), v.strides)
     rows, c = tile_of(spec, v, codes)
     lead = [n for d, n in enumerate(shape) if d != dim]
     row_amax, per_block, strides = False, False, (0, 0, 0, 0)
@@ -110,7 +105,7 @@ def quantize(
             amax_, tensor_scale = (torch.empty(*lead, 1, dtype=torch.float32, device=x.device) for _ in range(2))
             sixth = amax_
         else:
-            amax_ = amax(x if index is None else _gathered(x, index), spec, dim) if amax_ is None else amax_
+            amax_ = amax(x, spec, dim) if amax_ is None else amax_
             sixth, tensor_scale = tensor_scales(amax_)
         per_block = amax_.ndim > 0 and amax_.shape[-1] > 1
         strides = sixth.expand(*lead, num_c).reshape(na, nb, nl, num_c).stride()
@@ -126,7 +121,7 @@ def quantize(
         out_shape = (*shape[:dim], length, *shape[dim + 1 :])
         out_values = torch.empty(out_shape, dtype=values, device=x.device)
         vs = view(out_shape, dim).strides
-    if index is None and dim == x.ndim - 2 and x.is_contiguous() and down_columns(spec, v):
+    if dim == x.ndim - 2 and x.is_contiguous() and down_columns(spec, v):
         tile = 256 if codes and block == 32 else 512
         blocks = 4 if codes and num_c % 4 == 0 else 1
         launch(
@@ -138,21 +133,20 @@ def quantize(
         )  # fmt: skip
         return out_codes, out_scale, out_values, tensor_scale, amax_
     draw_axis = -1
-    if stochastic and length == nk and index is None:
+    if stochastic and length == nk:
         if v.strides[3] == 1 and nk % 4 == 0:
             draw_axis = 2
         elif v.strides[2] == 1 and nl % 4 == 0 and rows % 4 == 0:
             draw_axis = 0
-    whole = values is None and index is None and whole_blocks(spec, v)
+    whole = values is None and whole_blocks(spec, v)
     grid, rows = grid_of(na * nb, nl, num_c, rows, c)
     arguments = (
-        x, index_or_x, given(amax_, x), given(sixth, x), given(tensor_scale, x),
+        x, given(amax_, x), given(sixth, x), given(tensor_scale, x),
         stored_codes, given(out_scale, x), given(out_values, x), seed,
         nb, nl, nk, length, stored, num_c, x.numel(), *v.strides, *strides, *vs,
     )  # fmt: skip
     even = nl % rows == 0 and nk % (c * block) == 0
     flags = {
-        "GATHER": index is not None,
         "BATCHED": na * nb > 1,
         "EVEN": even,
         "WHOLE": even and whole,
@@ -217,8 +211,6 @@ def decode(
     dim: int,
     dtype: torch.dtype,
     inverse: bool,
-    index: Tensor | None = None,
-    num_rows: int = 0,
 ) -> Tensor:
     """Decode in one read: codes times block scales, times tensor scale where given, then the inverse RHT if asked.
 
@@ -231,9 +223,6 @@ def decode(
         dim: the quantized dim in it.
         dtype: of the result.
         inverse: apply the inverse transform.
-        index: int32 (rows,), for 2D codes along the last dim: row i goes to row index[i] of the result (nowhere if
-            negative), whose other rows are zeros.
-        num_rows: rows of the result under `index`.
     """
     codes, block_scale = codes.contiguous(), block_scale.contiguous()
     constants = constants_of(spec)
@@ -242,10 +231,7 @@ def decode(
     source = view((*shape[:dim], codes_length(codes, spec), *shape[dim + 1 :]), dim)
     na, nb, nl, nk = source.sizes
     num_c = block_scale.shape[-1]
-    if index is None:
-        out = torch.empty(shape, dtype=dtype, device=codes.device)
-    else:
-        out = torch.zeros(num_rows, shape[1], dtype=dtype, device=codes.device)
+    out = torch.empty(shape, dtype=dtype, device=codes.device)
     strides = view(tuple(out.shape), dim).strides
     tensor_strides = (0, 0, 0, 0)
     if tensor_scale is not None:
@@ -259,9 +245,9 @@ def decode(
         kernels.decode_kernel,
         grid,
         codes,
-        codes, block_scale, given(tensor_scale, codes), given(index, codes), out,
+        codes, block_scale, given(tensor_scale, codes), out,
         nb, nl, shape[dim], codes.shape[-1], num_c, *tensor_strides, *strides,
-        SCATTER=index is not None, HAS_TENSOR=tensor_scale is not None, HADAMARD=hadamard,
+        HAS_TENSOR=tensor_scale is not None, HADAMARD=hadamard,
         **{name: constants[name] for name in ("NV", "M", "E", "TOP", "SIGNS", "BLOCK")},
         L_TILE=rows, C=c, num_warps=warps_of(rows * c * constants["BLOCK"]),
     )  # fmt: skip
@@ -342,7 +328,3 @@ def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
 def codes_length(codes: Tensor, spec: QuantSpec) -> int:
     """Return how many codes a row holds at most."""
     return codes.shape[-1] * BLOCK_FORMATS[spec.format].codes_per_byte
-
-
-def _gathered(x: Tensor, index: Tensor) -> Tensor:
-    return torch.where((index < 0).unsqueeze(1), 0, x[index.clamp(min=0).long()])

@@ -16,7 +16,7 @@ from lightning_nvfp4.ops.triton.device.elements import (
     round_float,
     with_sign,
 )
-from lightning_nvfp4.ops.triton.device.tiles import random_row, scales_of, to_bf16
+from lightning_nvfp4.ops.triton.device.tiles import random_matrix, scales_of, shifted_down, to_bf16
 
 
 @triton.jit
@@ -83,21 +83,21 @@ def columns_kernel(
             sixth = tl.load(sixth_ptr + at, mask=inside, other=0.0)
             decode = tl.load(tensor_ptr + at, mask=inside, other=0.0)
         scale_code, scale, factor = scales_of(top, sixth, decode, NV, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
-        scale_codes = _shifted(scale_codes, 8) | (scale_code << 24)
+        scale_codes = shifted_down(scale_codes, 8) | (scale_code << 24)
         word = top
         words = ()
         for i in tl.static_range(BLOCK):
             x = rows[i]
             random = as_bits(x)
             if SR > 0:
-                random = random_row(seed, base + i * num_l + l0, L_TILE)
+                random = tl.reshape(random_matrix(seed, base + i * num_l + l0, num_l, True, 1, L_TILE), (L_TILE,))
             value, code = round_float(x * factor, random, M, E, MAX, SR, SATURATE)
             if HAS_VALUES:
                 value = (with_sign(value, x) * scale).to(values_ptr.dtype.element_ty)
                 tl.store(values_ptr + base + l + i * num_l, value, mask=inside)
             if HAS_CODES:
                 code = (code << (31 - TOP)) | (as_bits(x) & SIGN)
-                word = code if i % per_word == 0 else code | _shifted(word, TOP + 1)
+                word = code if i % per_word == 0 else code | shifted_down(word, TOP + 1)
                 if i % per_word == per_word - 1:
                     words = words + (word & tl.where(top >= EXPONENT, 0, -1),)
         if HAS_CODES:
@@ -115,11 +115,6 @@ def columns_kernel(
             tl.store(at.to(tl.pointer_type(tl.int32)), scale_codes, mask=inside)
         else:
             tl.store(at, (scale_codes >> 24).to(tl.uint8), mask=inside)
-
-
-@triton.jit
-def _shifted(word, BITS: tl.constexpr):
-    return (word.to(tl.uint32, bitcast=True) >> BITS).to(tl.int32, bitcast=True)
 
 
 @triton.jit

@@ -12,13 +12,11 @@ from lightning_nvfp4.ops.triton.device.elements import (
     decode_float,
     e4m3_value,
     e8m0_scales,
-    philox_words,
-    random_at,
     round_float,
     with_sign,
     with_sign_code,
 )
-from lightning_nvfp4.ops.triton.device.tiles import to_bf16
+from lightning_nvfp4.ops.triton.device.tiles import random_matrix, to_bf16
 
 
 @triton.jit
@@ -64,7 +62,7 @@ def both_kernel(
     x = tl.load(x_ptr + base + r * num_k + k, mask=inside, other=0.0).to(tl.float32)
     random = as_bits(x)
     if SR > 0:
-        random = _random(tl.load(seed_ptr), base, num_k, ALIGNED, R_TILE, K_TILE)
+        random = random_matrix(tl.load(seed_ptr), base, num_k, ALIGNED, R_TILE, K_TILE)
     magnitude = as_bits(x) & MAGNITUDE
     row_top = tl.max(tl.reshape(magnitude, (R_TILE, K_TILE // 32, 32)), axis=2)
     row_scale, row_value, row_factor = e8m0_scales(row_top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
@@ -162,21 +160,10 @@ def requantize_kernel(
         x = rows[i]
         random = as_bits(x)
         if SR > 0:
-            random = tl.reshape(_random(seed, (line + i) * num_k + k0, num_k, ALIGNED, 1, K_TILE), (K_TILE,))
+            random = tl.reshape(random_matrix(seed, (line + i) * num_k + k0, num_k, ALIGNED, 1, K_TILE), (K_TILE,))
         rounded, _ = round_float(x * factor, random, M, E, MAX, SR, SATURATE)
         out = (with_sign(rounded, x) * value).to(values_ptr.dtype.element_ty)
         tl.store(values_at + i * num_k, out, mask=always if EVEN else (n0 + i < num_n) & (k < num_k))
-
-
-@triton.jit
-def _random(seed, base, num_k, ALIGNED: tl.constexpr, R_TILE: tl.constexpr, K_TILE: tl.constexpr):
-    """Return uint32 random bits of a tile at row-major index `base`, one draw for four columns if ALIGNED."""
-    r = tl.arange(0, R_TILE)[:, None]
-    if ALIGNED:
-        four = 4 * tl.arange(0, K_TILE // 4)[None, :]
-        w0, w1, w2, w3 = philox_words(seed, (base + r * num_k + four) >> 2)
-        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (R_TILE, K_TILE))
-    return random_at(seed, base + r * num_k + tl.arange(0, K_TILE)[None, :])
 
 
 @triton.jit

@@ -86,7 +86,6 @@ def amax_kernel(
 @triton.jit
 def quantize_kernel(
     x_ptr,
-    index_ptr,
     amax_ptr,
     sixth_ptr,
     tensor_ptr,
@@ -113,7 +112,6 @@ def quantize_kernel(
     vsb,
     vsl,
     vsk,
-    GATHER: tl.constexpr,
     BATCHED: tl.constexpr,
     EVEN: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -160,11 +158,7 @@ def quantize_kernel(
     row_inside = tl.full((1, 1), 1, tl.int1) if EVEN else l0 + row < num_l
     block_inside = row_inside if EVEN else row_inside & (k0 // BLOCK + c < num_c)
     inside = tl.full((1, 1, 1), 1, tl.int1) if EVEN else (l0 + l < num_l) & (k0 + k < num_k)
-    if GATHER:
-        source = tl.load(index_ptr + l0 + l, mask=l0 + l < num_l, other=-1)
-        at = x_ptr + source.to(tl.int64) * xsl + (k0 + k) * xsk
-        x = tl.load(at, mask=inside & tl.broadcast_to(source >= 0, (L_TILE, C, BLOCK)), other=0.0).to(tl.float32)
-    elif WHOLE:
+    if WHOLE:
         x = load_blocks(x_ptr + base + l * xsl + first, inside, L_TILE, C, BLOCK).to(tl.float32)
     else:
         x = tl.load(x_ptr + base + l * xsl + k * xsk, mask=inside, other=0.0).to(tl.float32)
@@ -229,7 +223,6 @@ def decode_kernel(
     codes_ptr,
     scale_ptr,
     tensor_ptr,
-    index_ptr,
     values_ptr,
     num_b,
     num_l,
@@ -244,7 +237,6 @@ def decode_kernel(
     vsb,
     vsl,
     vsk,
-    SCATTER: tl.constexpr,
     HAS_TENSOR: tl.constexpr,
     NV: tl.constexpr,
     M: tl.constexpr,
@@ -286,12 +278,9 @@ def decode_kernel(
         value = value * tl.load(at, mask=here, other=0.0)[:, :, None]
     if HADAMARD:
         value = inverse(value, SIGNS, HADAMARD, L_TILE, C, BLOCK)
-    if SCATTER:
-        target = tl.load(index_ptr + l0 + l, mask=l0 + l < num_l, other=-1).to(tl.int64)
-    else:
-        target = (l0 + l).to(tl.int64)
-    at = values_ptr + a.to(tl.int64) * vsa + b.to(tl.int64) * vsb + target * vsl + (k0 + k).to(tl.int64) * vsk
-    tl.store(at, value.to(values_ptr.dtype.element_ty), mask=(l0 + l < num_l) & (k0 + k < length) & (target >= 0))
+    at = values_ptr + a.to(tl.int64) * vsa + b.to(tl.int64) * vsb
+    at = at + (l0 + l).to(tl.int64) * vsl + (k0 + k).to(tl.int64) * vsk
+    tl.store(at, value.to(values_ptr.dtype.element_ty), mask=(l0 + l < num_l) & (k0 + k < length))
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from lightning_nvfp4.ops.triton.device.elements import (
     e8m0_value,
     nvfp4_scales,
     philox_words,
+    random_at,
     round_fixed,
     round_float,
     with_sign,
@@ -124,10 +125,17 @@ def random_tile(seed, base, sl, sk, AXIS: tl.constexpr, L: tl.constexpr, C: tl.c
 
 
 @triton.jit
-def random_row(seed, base, N: tl.constexpr):
-    """Return uint32 random bits (N,) of elements from row-major index `base` on, a multiple of four."""
-    w0, w1, w2, w3 = philox_words(seed, (base + 4 * tl.arange(0, N // 4)) >> 2)
-    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (N,))
+def random_matrix(seed, base, stride, ALIGNED: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
+    """Return uint32 random bits (R, K) of elements at row-major index base + r * stride + k.
+
+    One draw serves four columns if ALIGNED: rows then start at a multiple of four.
+    """
+    r = tl.arange(0, R)[:, None]
+    if ALIGNED:
+        four = 4 * tl.arange(0, K // 4)[None, :]
+        w0, w1, w2, w3 = philox_words(seed, (base + r * stride + four) >> 2)
+        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (R, K))
+    return random_at(seed, base + r * stride + tl.arange(0, K)[None, :])
 
 
 @triton.jit
@@ -204,7 +212,13 @@ def bytes_of(words, L: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 def _merge(word, BITS: tl.constexpr, L: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr):
     low, high = tl.split(tl.reshape(word, (L, C, PAIRS, 2)))
-    return high | (low.to(tl.uint32, bitcast=True) >> BITS).to(tl.int32, bitcast=True)
+    return high | shifted_down(low, BITS)
+
+
+@triton.jit
+def shifted_down(word, BITS: tl.constexpr):
+    """Return int32 shifted right with zeros from the left."""
+    return (word.to(tl.uint32, bitcast=True) >> BITS).to(tl.int32, bitcast=True)
 
 
 @triton.jit
