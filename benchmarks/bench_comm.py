@@ -139,6 +139,21 @@ def work(function: Any, x: Tensor, ids: Tensor, weights: Tensor, backward: bool)
     return both
 
 
+class Unsent(torch.autograd.Function):
+    """Uninitialized rows in the place of received ones, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
+        """Return `rows` rows like those of `x`."""
+        ctx.rows = len(x)
+        return x.new_empty(rows, x.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Return as many rows as `x` had."""
+        return grad.new_empty(ctx.rows, grad.shape[1]), None
+
+
 @contextmanager
 def nothing_sent() -> Iterator[None]:
     """Replace the exchange of rows by uninitialized ones, in both implementations; counts are still exchanged."""
@@ -147,7 +162,7 @@ def nothing_sent() -> Iterator[None]:
         return Pending(rows.new_empty(sum(receive), rows.shape[1]), None, leg)
 
     def other(x: Tensor, receive: Any, send: Any, group: Any) -> Tensor:
-        return x.new_empty(sum(receive), x.shape[1])
+        return Unsent.apply(x, sum(receive))
 
     with mock.patch.object(Link, "start", ours), mock.patch.object(theirs, "all_to_all_single_autograd", other):
         with mock.patch.object(theirs._WaitTensor, "apply", lambda x: x):
