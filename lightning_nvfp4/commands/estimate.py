@@ -71,7 +71,8 @@ def find_hardware(name: str) -> Hardware:
     Raises:
         UserError: no such file, or a value in it that cannot be.
     """
-    path = find_config(name if name.endswith((".yaml", ".yml")) else f"{_HARDWARE}/{name}.yaml")
+    is_path = name.endswith((".yaml", ".yml")) or Path(name).exists()
+    path = find_config(name if is_path else f"{_HARDWARE}/{name}.yaml")
     return load_hardware(read_mapping(path), str(path if path.is_relative_to(Path.cwd()) else name))
 
 

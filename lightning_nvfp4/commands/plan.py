@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--compute-capability",
         metavar="MAJOR.MINOR",
-        help="also show what Transformer Engine would run on such a GPU (9.0, 10.0, 10.3, 12.0), and with which "
+        help="also show whether Transformer Engine would run on such a GPU (9.0, 10.0, 10.3, 12.0), and with which "
         "quantizers; needs neither",
     )
     options = parser.parse_args(arguments)
@@ -55,8 +55,10 @@ def run(arguments: list[str]) -> int:
     console.print(summary(decisions), markup=False)
     if machine is not None:
         console.print()
-        console.print(f"auto on it: {capability.choose('auto', recipe, machine).reason}", markup=False)
-        console.print(quantizer_table(decisions))
+        choice = capability.choose("auto", recipe, machine)
+        console.print(f"auto on it: {choice.reason}", markup=False)
+        if choice.backend == "te":
+            console.print(quantizer_table(decisions))
     return 0
 
 
