@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_nvfp4.callbacks import NonfiniteGuard
+from lightning_nvfp4.callbacks import NonfiniteGuard, SaveOnSigterm
 from lightning_nvfp4.commands.config_errors import explain
 from lightning_nvfp4.commands.metrics_log import RunCSVLogger
 from lightning_nvfp4.commands.paths import find_config
@@ -75,7 +75,8 @@ class RunCLI(LightningCLI):
     """LightningCLI over any LightningModule and LightningDataModule named by class path.
 
     Adds, where the configuration does not say otherwise: `metrics.csv` and TensorBoard logs in
-    `trainer.default_root_dir`, atomic checkpoints, `NonfiniteGuard`, and the Hugging Face export after a fit.
+    `trainer.default_root_dir`, atomic checkpoints, `NonfiniteGuard`, `SaveOnSigterm`, and the Hugging Face export after
+    a fit.
     """
 
     def __init__(self, arguments: list[str], extra_callbacks: list[Callback], folder: RunFolder) -> None:
@@ -144,7 +145,7 @@ class RunCLI(LightningCLI):
         config["plugins"] = plugins
         given = config.get("callbacks") or []
         given = list(given) if isinstance(given, list) else [given]
-        defaults: list[Callback] = [NonfiniteGuard()]
+        defaults: list[Callback] = [NonfiniteGuard(), SaveOnSigterm()]
         if config.get("enable_progress_bar") is not False and not any(isinstance(have, ProgressBar) for have in given):
             defaults.append(StepProgressBar())
         if self._fits and isinstance(self.model, CausalLM):

@@ -44,6 +44,9 @@ def main(job_path: str) -> int:
         print(f"nvfp4: error: {error}", flush=True)
         progress.write(state="failed", message=str(error))
         return 2
+    except SystemExit:  # asked to end, and has saved; the stage is not done
+        progress.write(state="failed", message="ended by SIGTERM")
+        return 1
     except Exception as error:
         traceback.print_exc()
         progress.write(state="failed", message=f"{type(error).__name__}: {error}")

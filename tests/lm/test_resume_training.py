@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_nvfp4.callbacks import SaveOnSigterm
 from lightning_nvfp4.lm.model import CausalLM
 from lightning_nvfp4.lm.optim import OptimizerConfig, ScheduleConfig
 from lightning_nvfp4.lm.rl.grpo import GRPO
@@ -92,6 +93,45 @@ def test_a_killed_run_resumes_bitwise(
     if kind == "grpo":
         logs = [(tmp_path / name / "rollouts.jsonl").read_text() for name in ("straight", "killed")]
         assert logs[0] == logs[1] and logs[0].count("\n") == 6 * 2 * 2
+
+
+@pytest.mark.parametrize("during", ["training", "validation"])
+def test_sigterm_saves_and_the_run_goes_on_bitwise(
+    during: str, moe_fields: dict[str, Any], lm_data: Any, make_trainer: Any, tmp_path: Path
+) -> None:
+    class Terminate(Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            if during == "training" and trainer.global_step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if during == "validation" and batch_idx == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def fit(folder: Path, *callbacks: Callback, **options: Any) -> CausalLM:
+        module = module_of("lm", moe_fields)
+        trainer = make_trainer(
+            5,
+            default_root_dir=folder,
+            precision="nvfp4-hybrid",
+            val_check_interval=2,
+            check_val_every_n_epoch=None,
+            limit_val_batches=2,
+            enable_checkpointing=True,
+            callbacks=[ModelCheckpoint(folder, save_last=True, save_top_k=0), SaveOnSigterm(), *callbacks],
+        )
+        trainer.fit(module, lm_data(), **options)
+        return module
+
+    straight = fit(tmp_path / "straight")
+    process = multiprocessing.get_context("fork").Process(target=fit, args=(tmp_path / "ended", Terminate()))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    last = tmp_path / "ended" / "last.ckpt"
+    assert torch.load(last, weights_only=True)["global_step"] == 2
+    end, again = straight.state_dict(), fit(tmp_path / "ended", ckpt_path=last).state_dict()
+    assert all(torch.equal(end[name], again[name]) for name in end)
 
 
 def test_a_checkpoint_continues_under_another_schedule(

@@ -1,0 +1,33 @@
+"""`SaveOnSigterm`: a run that is asked to end saves the step it has done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+
+class SaveOnSigterm(Callback):
+    """Save `last.ckpt` when SIGTERM ends training, as schedulers send it before they take a machine away.
+
+    Lightning finishes the step, then leaves with exit status 0. The checkpoint lies where the run's `ModelCheckpoint`
+    with `save_last` has its own, else in `default_root_dir`; `--ckpt_path last` continues the run, bit for bit.
+    """
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save, on every rank."""
+        if not isinstance(exception, SIGTERMException) or trainer.fast_dev_run:
+            return
+        path = _last_checkpoint(trainer)
+        trainer.save_checkpoint(path)
+        rank_zero_info(f"SIGTERM: saved {path} after step {trainer.global_step}. Go on with --ckpt_path last.")
+
+
+def _last_checkpoint(trainer: Trainer) -> Path:
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.save_last and callback.dirpath is not None:
+            return Path(callback.last_model_path or f"{callback.dirpath}/last{callback.FILE_EXTENSION}")
+    return Path(trainer.default_root_dir) / f"last{ModelCheckpoint.FILE_EXTENSION}"

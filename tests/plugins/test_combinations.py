@@ -1,0 +1,142 @@
+"""What changes memory, bookkeeping or where a weight lies changes no bit of training, also all together."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from ranks import run_ranks
+from tiny_models import UserModule, quiet_trainer, tiny_model, tokens
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_avg_fn
+from torch.utils.data import DataLoader
+
+import lightning_nvfp4  # noqa: F401  (registers the precision names)
+
+STEPS, DECAY = 3, 0.75
+
+
+class Module(UserModule):
+    """Recomputes, and validates."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__(tiny_model())
+        self.validation: list[float] = []
+        if recompute:
+            self.model.activation_checkpointing_enable()
+        self.model.train()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.validation.append(self.model(input_ids=batch, labels=batch).loss.item())
+
+
+class Sharded(Module):
+    """Shards itself by FSDP2."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        self.trainer.precision_plugin.convert_module(self)
+        for block in self.model.model.layers:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+class Weights(Callback):
+    """The weights after each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.steps.append(whole(pl_module))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == len(self.steps):
+            self.steps.append(whole(pl_module))
+
+
+def whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    parameters = module.named_parameters()
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in parameters}
+
+
+def fit(
+    rank: int,
+    size: int,
+    strategy: Any = "auto",
+    recompute: bool = False,
+    accumulate: int = 1,
+    average: bool = False,
+    preset: str = "nvfp4-hybrid",
+) -> tuple[Module, Weights, EMAWeightAveraging | None]:
+    module = (Sharded if isinstance(strategy, ModelParallelStrategy) else Module)(recompute)
+    weights = Weights()
+    ema = EMAWeightAveraging(decay=DECAY, update_every_n_steps=1, use_buffers=False) if average else None
+    data = [tokens(1, 12, seed=index)[0] for index in range(4 * STEPS * accumulate)]
+    trainer = quiet_trainer(
+        STEPS,
+        devices=size,
+        strategy=strategy,
+        precision=preset,
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=False,
+        callbacks=[weights, *([ema] if ema else [])],
+        val_check_interval=accumulate,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+    )
+    loader = DataLoader(data, batch_size=4 // size, sampler=range(rank, len(data), size))
+    trainer.fit(module, loader, DataLoader(data[:4], batch_size=4))
+    return module, weights, ema
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("preset", ["nvfp4-hybrid", "nvfp4"])
+def test_recompute_and_averaging_change_no_bit_of_training(preset: str, accumulate: int) -> None:
+    plain, expected, _ = fit(0, 1, accumulate=accumulate, preset=preset)
+    assert not same(expected.steps[0], expected.steps[-1])
+    for recompute, average in [(True, False), (False, True), (True, True)]:
+        module, weights, ema = fit(0, 1, "auto", recompute, accumulate, average, preset)
+        assert module.losses == plain.losses
+        assert all(same(a, b) for a, b in zip(expected.steps, weights.steps, strict=True))
+        if ema is None:
+            assert module.validation == plain.validation
+            continue
+        # Lightning's first update copies; the averages go into the module at the end.
+        averages, fold = expected.steps[1], get_ema_avg_fn(DECAY)
+        for count, step in enumerate(expected.steps[2:], start=1):
+            averages = {name: fold(averages[name], step[name], torch.tensor(count)) for name in averages}
+        assert same(averages, whole(module))
+        # Validation quantized the averages, not what training had packed: only after one step are they the same.
+        assert module.validation[0] == plain.validation[0] and module.validation[1:] != plain.validation[1:]
+
+
+def sharded_and_not(rank: int, size: int) -> dict[tuple[str, bool, int], list[dict[str, torch.Tensor]]]:
+    found = {}
+    for recompute, accumulate in itertools.product([False, True], [1, 2]):
+        _, found["ddp", recompute, accumulate], _ = fit(rank, size, DDPStrategy(), recompute, accumulate)
+        mesh = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
+        module, found["fsdp2", recompute, accumulate], _ = fit(rank, size, mesh, recompute, accumulate)
+        assert any(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in module.parameters())
+    return {key: weights.steps for key, weights in found.items()}
+
+
+def test_fsdp2_has_the_bits_of_ddp_and_recompute_changes_none() -> None:
+    """On two ranks, where a mean over ranks has one order of sums."""
+    for found in run_ranks(sharded_and_not, 2, 2, group=None, limit=150):
+        plain = {accumulate: found["ddp", False, accumulate] for accumulate in (1, 2)}
+        assert not same(plain[1][0], plain[1][-1]) and not same(plain[1][-1], plain[2][-1])
+        for (strategy, _, accumulate), steps in found.items():
+            # FSDP2 reduces each micro-batch, DDP their sum: other roundings.
+            expected = found["fsdp2", False, 2] if (strategy, accumulate) == ("fsdp2", 2) else plain[accumulate]
+            assert all(same(a, b) for a, b in zip(expected, steps, strict=True))
