@@ -16,7 +16,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Score:
-    """The mean of one metric of one task.
+    """The mean of one metric of one task, weighted by `Sample.weight`; perplexities, without samples, are no means.
 
     Attributes:
         task: name in the evaluation's configuration.
@@ -53,6 +53,8 @@ class Sample:
         choice: the answer taken: the number of the likeliest choice, or what was read out of the text. Runs agree on a
             document where it is equal. None where there is nothing to choose.
         logprob: log-likelihood of the reference answer, in nats; None where the task does not ask for it.
+        part: the part of the task it belongs to: a subject, a cell of a grid.
+        weight: how much it counts in the mean, such as its bytes where the metric is bits per byte.
     """
 
     task: str
@@ -64,6 +66,8 @@ class Sample:
     prompt: str = ""
     choice: int | str | None = None
     logprob: float | None = None
+    part: str = ""
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
