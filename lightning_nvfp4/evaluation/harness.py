@@ -124,7 +124,12 @@ def score(
         counts = evenly(limit, [len(task.eval_docs) for task in tasks.values()])
         tasks = {part: task for (part, task), count in zip(tasks.items(), counts, strict=True) if count}
         chosen = {part: list(range(count)) for part, count in zip(tasks, filter(None, counts), strict=True)}
-    for task in tasks.values():
+    for part, task in tasks.items():
+        if (count := len(chosen[part] if chosen else task.eval_docs)) < lm.world_size:
+            raise UserError(
+                f"task {name!r}{f', part {part!r}' if part else ''}: {count} documents for {lm.world_size} processes: "
+                "start no more processes than it has."
+            )
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", 0)
         task.set_fewshot_seed(fewshot_seed)

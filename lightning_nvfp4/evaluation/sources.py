@@ -47,17 +47,32 @@ def open_source(checkpoint: str | Path, tokenizer: str | None = None) -> Source:
     Raises:
         UserError: nothing there, damaged, not a causal language model, no tokenizer.
     """
-    path = Path(checkpoint).expanduser()
-    if path.suffix == ".gguf":
+    path = find_source(checkpoint)
+    if path is not None and path.suffix == ".gguf":
         model, own = _gguf(path, tokenizer is None)
         return Source(model, load_tokenizer(tokenizer) if tokenizer else own, _fingerprint(path))
-    if is_sharded(path) or (path.is_file() and path.suffix == ".ckpt"):
+    if path is not None and (is_sharded(path) or path.is_file()):
         return Source(_lightning(path), _lightning_tokenizer(path, tokenizer), _fingerprint(path))
     name = resolve_pretrained(checkpoint)
     model = load_model(name)
     found = load_tokenizer(tokenizer) if tokenizer else _auto_tokenizer(name)
     folder = Path(name)
     return Source(model, found, _fingerprint(folder) if folder.is_dir() else [name, model.config._commit_hash])
+
+
+def find_source(checkpoint: str | Path) -> Path | None:
+    """Return the file or folder that `checkpoint` means, without opening it; None where it is a name on the hub.
+
+    Raises:
+        UserError: it is neither.
+    """
+    path = Path(checkpoint).expanduser()
+    if path.suffix == ".gguf" or is_sharded(path) or (path.is_file() and path.suffix == ".ckpt"):
+        if not path.exists():
+            raise UserError(f"checkpoint {str(path)!r}: no such file.")
+        return path
+    resolved = resolve_pretrained(checkpoint)
+    return path if Path(resolved).is_dir() else None
 
 
 def _auto_tokenizer(name: str, **options: Any) -> Any:
@@ -76,8 +91,6 @@ def _auto_tokenizer(name: str, **options: Any) -> Any:
 def _gguf(path: Path, with_tokenizer: bool) -> tuple[PreTrainedModel, Any]:
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    if not path.is_file():
-        raise UserError(f"checkpoint {str(path)!r}: no such file.")
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         model = AutoModelForCausalLM.from_pretrained(

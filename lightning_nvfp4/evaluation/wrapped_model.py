@@ -46,6 +46,14 @@ class InMemoryLM(_HFLM):
         """Take down an answer of the batch under way."""
         self._journal.add(request_key(kind, tuple(arguments)), answer)
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return one's own number for every rank.
+
+        The harness pads the requests of ranks to one length by it, for models that are sharded; the answers to the
+        padding would count as further samples of the last document.
+        """
+        return tensor.reshape(1).expand(self._world_size)
+
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (log-likelihood, is greedy) of each request's continuation."""
         answers = self._answer("loglikelihood", requests, lambda left: self._super("loglikelihood", left))
@@ -56,13 +64,13 @@ class InMemoryLM(_HFLM):
 
         def compute(left: list[Any]) -> list[float]:
             answers = []
-            world_size, self._world_size = self._world_size, 1  # ranks have different texts, and need not keep step
+            quiet, self._quiet = self._quiet, True  # the bar is ours
             try:
-                for request in tqdm(left, desc="Texts", disable=self._quiet or self._rank != 0):
+                for request in tqdm(left, desc="Texts", disable=quiet or self._rank != 0):
                     answers += self._super("loglikelihood_rolling", [request])
                     self._journal.flush()
             finally:
-                self._world_size = world_size
+                self._quiet = quiet
             return answers
 
         return self._answer("loglikelihood_rolling", requests, compute)
@@ -73,8 +81,7 @@ class InMemoryLM(_HFLM):
         return self._answer("generate_until", requests, lambda left: self._super("generate_until", left))
 
     def _super(self, kind: str, requests: list[Any]) -> list[Any]:
-        quiet = self._quiet or kind == "loglikelihood_rolling"
-        return getattr(super(), kind)(requests, disable_tqdm=quiet)
+        return getattr(super(), kind)(requests, disable_tqdm=self._quiet)
 
     def _answer(self, kind: str, requests: list[Any], compute: Callable[[list[Any]], list[Any]]) -> list[Any]:
         answers = self._journal.answers([request_key(kind, request.args) for request in requests])
