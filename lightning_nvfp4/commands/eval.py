@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -19,7 +20,13 @@ def run(arguments: list[str]) -> int:
     """Evaluate as the command line says and return the exit status."""
     parser = Parser("nvfp4 eval", "Score a checkpoint on downstream tasks.")
     parser.add_argument("--config", default="eval/embedded.yaml", help="evaluation YAML (default: %(default)s)")
-    parser.add_argument("--checkpoint", required=True, help="run folder of a stage, or a Hugging Face folder")
+    parser.add_argument(
+        "--checkpoint", help="run folder, Lightning checkpoint, Hugging Face folder or hub name, or GGUF file"
+    )
+    parser.add_argument(
+        "--prepare", action="store_true", help="evaluate nothing: fetch the suite's data and list what is missing"
+    )
+    parser.add_argument("--tokenizer", help="where it is not the checkpoint's own: embedded, a folder, or a hub name")
     parser.add_argument(
         "--precision", nargs="+", action="extend", default=[], help=f"{', '.join(PRESETS)} (default: bf16-gemm)"
     )
@@ -38,24 +45,31 @@ def run(arguments: list[str]) -> int:
         raise UserError(f"--data-dir {options.data_dir!r} is no folder: name the one that holds the suite's files.")
     config = find_config(options.config)
     read_mapping(config)
+    if options.prepare:
+        return _prepare(config, options.data_dir)
+    if options.checkpoint is None:
+        raise UserError("--checkpoint is missing: name what to evaluate.")
     for precision in options.precision:
         if precision not in PRESETS:
             raise unknown("--precision", precision, PRESETS)
     if options.limit is not None and options.limit < 1:
         raise UserError(f"--limit {options.limit}: must be at least 1; leave it out for all documents.")
-    from lightning_nvfp4.lm.hf_model import resolve_pretrained
+    from lightning_nvfp4.evaluation.sources import find_source
 
-    source = resolve_pretrained(options.checkpoint)
-    if not options.out and not Path(source).is_dir():
+    source = find_source(options.checkpoint)
+    if options.out:
+        out = Path(options.out)
+    elif source is None:
         raise UserError(
             f"--checkpoint {options.checkpoint!r} is no folder here, so it means a model of the Hugging Face hub: say "
             "with --out where the results go. If it should be a folder, mend the path."
         )
-    out = Path(options.out) if options.out else Path(options.checkpoint) / "eval"
+    else:
+        out = (source if source.is_dir() and source.suffix != ".ckpt" else source.parent) / "eval"
     check_writable(out, "--out")
     from lightning_nvfp4.evaluation.run import evaluate
 
-    console = Console()
+    console = Console(quiet=os.environ.get("RANK", "0") != "0")
     table = Table(box=None, pad_edge=False)
     for title in ("precision", "task", "score", "±", "documents"):
         table.add_column(title)
@@ -71,6 +85,7 @@ def run(arguments: list[str]) -> int:
             seed=options.seed,
             allow_unsafe_code=options.allow_unsafe_code,
             data_dir=options.data_dir,
+            tokenizer=options.tokenizer,
         )
         for score in result.scores:
             error = "" if score.stderr is None else f"{score.stderr:.3f}"
@@ -80,3 +95,16 @@ def run(arguments: list[str]) -> int:
         console.print(f"wrote {target}", markup=False, soft_wrap=True)
     console.print(table)
     return 0
+
+
+def _prepare(config: Path, data_dir: str | None) -> int:
+    from lightning_nvfp4.evaluation.prepare import prepare
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("task", "needs", "state", "why"):
+        table.add_column(title, overflow="fold")
+    needs = prepare(config, data_dir)
+    for need in needs:
+        table.add_row(need.task, need.what, need.state, need.reason)
+    Console().print(table, markup=False)
+    return 1 if any(need.state == "missing" for need in needs) else 0

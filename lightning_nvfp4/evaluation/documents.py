@@ -1,4 +1,4 @@
-"""Where a task's documents come from: the generator, or JSON Lines files."""
+"""Where a task's documents come from: a generator, files, or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_nvfp4.errors import UserError, unknown
+from lightning_nvfp4.evaluation.articles import read_articles
 from lightning_nvfp4.lm.data.embedded import eval_documents
 from lightning_nvfp4.lm.data.readers import JsonLinesReader
 
@@ -23,10 +24,11 @@ def load_documents(
     """Return the splits `test` and, where the source has one, `fewshot`.
 
     Args:
-        source: ``{"embedded": task}``; ``{"hub": owner/name, "name": configuration, "split": split}`` of the Hugging
-            Face hub or its cache, where `fewshot` is such a mapping too; or ``{"test": path, "fewshot": path}`` with
-            paths relative to `data_dir`, `.jsonl` or `.jsonl.gz`, wildcards allowed. `where` and `fewshot_where`
-            (default: `where`) map fields to the value, or the list of values, of the rows to keep.
+        source: ``{"embedded": task}``; ``{"articles": path}`` of a WikiText file; ``{"hub": owner/name,
+            "name": configuration, "split": split}`` of the Hugging Face hub or its cache, where `fewshot` is such a
+            mapping too; or ``{"test": path, "fewshot": path}`` of JSON Lines, `.jsonl` or `.jsonl.gz`. Paths are
+            relative to `data_dir`; wildcards are allowed. `where` and `fewshot_where` (default: `where`) map fields to
+            the value, or the list of values, of the rows to keep.
         where: the definition's name, for messages.
         seed: of embedded documents.
         count: embedded documents to draw; None = 200.
@@ -37,6 +39,9 @@ def load_documents(
     """
     if "embedded" in source:
         return {"test": eval_documents(source["embedded"], seed, count or 200)}
+    if "articles" in source and len(source) == 1:
+        paths = _paths(source["articles"], where, Path(data_dir))
+        return {"test": [row for path in paths for row in read_articles(path)]}
     known = _HUB if "hub" in source else ("embedded", "hub", *_FILES)
     for name in source:
         if name not in known:
@@ -79,16 +84,20 @@ def _hub(source: Any, where: str) -> Rows:
 
 
 def _read(pattern: str, where: str, folder: Path) -> Rows:
+    rows: Rows = []
+    for path in _paths(pattern, where, folder):
+        with closing(JsonLinesReader(path, None)) as reader:
+            rows.extend(reader)
+    return rows
+
+
+def _paths(pattern: str, where: str, folder: Path) -> list[Path]:
     if not isinstance(pattern, str):
-        raise UserError(f"{where}: documents has the file {pattern!r}: name a JSON Lines file.")
+        raise UserError(f"{where}: documents has the file {pattern!r}: name one.")
     paths = sorted(glob.glob(str(Path(glob.escape(str(folder))) / pattern)))
     if not paths:
         raise UserError(
             f"{where}: no file {str(folder / pattern)!r} (from {Path.cwd()}): name the folder of the data with "
             "--data-dir, or correct the path."
         )
-    rows: Rows = []
-    for path in paths:
-        with closing(JsonLinesReader(Path(path), None)) as reader:
-            rows.extend(reader)
-    return rows
+    return [Path(path) for path in paths]

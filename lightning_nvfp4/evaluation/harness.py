@@ -8,25 +8,24 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import datasets
-import torch
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate as harness_evaluate
-from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.evaluation.articles import bits, perplexities
 from lightning_nvfp4.evaluation.code import pass_at
 from lightning_nvfp4.evaluation.documents import Rows
 from lightning_nvfp4.evaluation.results import Sample, Score
 from lightning_nvfp4.evaluation.statistics import standard_error
-from lightning_nvfp4.evaluation.suite import Definition, Suite, TaskSpec
-from lightning_nvfp4.lm.stop_tokens import stop_token_ids
+from lightning_nvfp4.evaluation.suite import Definition, TaskSpec
+from lightning_nvfp4.evaluation.wrapped_model import InMemoryLM
 
 Judge = Callable[..., list[list[str]]]
 """`(responses, documents, limits=CodeLimits) -> verdicts`."""
@@ -34,46 +33,36 @@ Judge = Callable[..., list[list[str]]]
 PASS_AT = (1, 10, 100)
 
 
-_HFLM: Any = HFLM  # its decorator hides the class from type checkers
+Tasks = dict[str, Any]
+"""Tasks of lm-evaluation-harness by the part of ours that they are; the key is empty where there is only one."""
 
 
-class InMemoryLM(_HFLM):
-    """HFLM on a model object, with a progress bar that can be turned off and no graph kept while generating."""
-
-    def __init__(self, *args: Any, progress: bool = True, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._quiet = not progress
-
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, is greedy) of each request's continuation."""
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self._quiet)
-
-    @torch.no_grad()
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the text generated for each request, up to its stop strings or the end of the answer."""
-        return super().generate_until(requests, disable_tqdm=disable_tqdm or self._quiet)
-
-
-def make_lm(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, suite: Suite, *, progress: bool = True
-) -> InMemoryLM:
-    """Wrap a model; its generation ends at the tokens that end an answer in the tokenizer's chat template."""
-    generation = model.generation_config
-    if generation is not None:
-        generation.eos_token_id = stop_token_ids(tokenizer)
-    return InMemoryLM(
-        pretrained=model,
-        tokenizer=tokenizer,
-        batch_size=suite.batch_size,
-        max_length=suite.max_length,
-        progress=progress,
-    )
+def own_tasks(
+    name: str, spec: TaskSpec, definition: Definition, splits: dict[str, Rows], *, chat: bool, judge: Judge | None
+) -> Tasks:
+    """Build the task of a definition over documents in memory, one for each value of the field `definition.parts`."""
+    field = definition.parts
+    if field is None:
+        return {"": _own_task(name, spec, definition, splits, chat=chat, judge=judge)}
+    for split, rows in splits.items():
+        if any(field not in row for row in rows):
+            raise UserError(f"task {name!r}: parts is {field!r}, and {split} documents have no such field.")
+    return {
+        str(part): _own_task(
+            f"{name}/{part}",
+            spec,
+            definition,
+            {split: [row for row in rows if row[field] == part] for split, rows in splits.items()},
+            chat=chat,
+            judge=judge,
+        )
+        for part in dict.fromkeys(row[field] for row in splits["test"])
+    }
 
 
-def own_task(
+def _own_task(
     name: str, spec: TaskSpec, definition: Definition, splits: dict[str, Rows], *, chat: bool, judge: Judge | None
 ) -> ConfigurableTask:
-    """Build the task of a definition over documents in memory."""
     config = copy.deepcopy(definition.harness)
     if not chat:
         config.update(copy.deepcopy(definition.plain))
@@ -85,6 +74,8 @@ def own_task(
             for k in PASS_AT
             if k <= spec.samples
         ]
+    if "articles" in definition.documents:
+        config["process_results"] = perplexities
     if spec.temperature is not None:
         config.setdefault("generation_kwargs", {}).update(do_sample=True, temperature=float(spec.temperature))
     config["repeats"] = spec.samples
@@ -100,8 +91,8 @@ def own_task(
         raise UserError(f"task {name!r}: lm-evaluation-harness refuses its definition: {error}") from error
 
 
-def stock_tasks(name: str, spec: TaskSpec) -> dict[str, Any]:
-    """Load a task or group of lm-evaluation-harness; its parts are named `name` or `name/part`."""
+def stock_tasks(name: str, spec: TaskSpec) -> Tasks:
+    """Load a task of lm-evaluation-harness, or the parts of a group."""
     try:
         loaded: dict[str, Any] = dict(TaskManager().load([str(spec.stock)])["tasks"])
     except Exception as error:  # the harness raises whatever a data set's loader raises
@@ -109,72 +100,170 @@ def stock_tasks(name: str, spec: TaskSpec) -> dict[str, Any]:
     for task in loaded.values():
         if spec.fewshot is not None:
             task.set_config("num_fewshot", spec.fewshot)
-    return {name if len(loaded) == 1 else f"{name}/{part}": task for part, task in loaded.items()}
+    return {"": next(iter(loaded.values()))} if len(loaded) == 1 else loaded
 
 
-def score_tasks(
-    lm: InMemoryLM, tasks: dict[str, Any], *, chat: bool, limit: int | None, seed: int
+def score(
+    lm: InMemoryLM, name: str, tasks: Tasks, *, chat: bool, limit: int | None, fewshot_seed: int
 ) -> tuple[list[Score], list[Sample]]:
-    """Score `tasks`, which share the form of their prompts, and return scores and documents."""
-    for task in tasks.values():
+    """Score one task of a suite; its parts, where they have the same metrics, count as one by their documents.
+
+    Args:
+        lm: the model.
+        name: in the suite.
+        tasks: of lm-evaluation-harness, by part.
+        chat: put the questions into the chat template.
+        limit: documents, taken evenly from the beginnings of the parts; None = all.
+        fewshot_seed: of the few-shot examples.
+
+    Returns:
+        Scores and documents; on ranks other than the first, nothing.
+    """
+    chosen = None
+    if limit is not None:
+        counts = evenly(limit, [len(task.eval_docs) for task in tasks.values()])
+        tasks = {part: task for (part, task), count in zip(tasks.items(), counts, strict=True) if count}
+        chosen = {part: list(range(count)) for part, count in zip(tasks, filter(None, counts), strict=True)}
+    for part, task in tasks.items():
+        if (count := len(chosen[part] if chosen else task.eval_docs)) < lm.world_size:
+            raise UserError(
+                f"task {name!r}{f', part {part!r}' if part else ''}: {count} documents for {lm.world_size} processes: "
+                "start no more processes than it has."
+            )
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", 0)
-        task.set_fewshot_seed(seed)
+        task.set_fewshot_seed(fewshot_seed)
     loaded: Any = {"tasks": tasks, "groups": {}, "group_map": {}}
     raw: Any = harness_evaluate(
         lm=lm,
         task_dict=loaded,
-        limit=limit,
+        samples=chosen,
         bootstrap_iters=0,
         log_samples=True,
         apply_chat_template=chat,
         fewshot_as_multiturn=chat,
         confirm_run_unsafe_code=True,  # only tasks that the caller has permitted get here
     )
-    assert raw is not None, "the first rank returns results"
+    if raw is None:
+        return [], []
+    pooled = len(tasks) == 1 or _pool(list(tasks.values()))
     scores, samples = [], []
-    for name, task in tasks.items():
-        filters = {str(s["filter"]) for s in raw["samples"][name]}
-        for metric, direction in task.higher_is_better().items():
-            for filter_name in sorted(filters):
-                label = metric if len(filters) == 1 else f"{metric}@{filter_name}"
-                chosen = [s for s in raw["samples"][name] if s["filter"] == filter_name and metric in s]
-                part = _samples(name, metric, label, chosen)
-                value = raw["results"][name].get(f"{metric},{filter_name}")
-                if value is None or not part:
-                    continue
-                samples += part
-                scores.append(_score(name, label, float(value), part, bool(direction), str(task.VERSION)))
+    for group in [tasks] if pooled else [{part: task} for part, task in tasks.items()]:
+        label = name if pooled else f"{name}/{next(iter(group))}"
+        part = _read(label, group, raw, lm)
+        scores += part[0]
+        samples += part[1]
     return scores, samples
 
 
-def _score(name: str, label: str, value: float, samples: list[Sample], direction: bool, version: str) -> Score:
-    error = standard_error([sample.value for sample in samples])
-    return Score(name, label, value, error if error == error else None, len(samples), direction, version)
+def evenly(total: int, sizes: list[int]) -> list[int]:
+    """Return how many to take of each so that they are `total` in all and differ by one at most, where sizes allow."""
+    counts = [0] * len(sizes)
+    while total > 0 and any(count < size for count, size in zip(counts, sizes, strict=True)):
+        for place, size in enumerate(sizes):
+            if counts[place] < size and total > 0:
+                counts[place] += 1
+                total -= 1
+    return counts
 
 
-def _samples(task: str, metric: str, label: str, raw: list[dict[str, Any]]) -> list[Sample]:
+def _pool(tasks: list[Any]) -> bool:
+    """Whether documents of all `tasks` may be averaged together."""
+    aggregations = [task.aggregation() for task in tasks]
+    return all(a.keys() == aggregations[0].keys() for a in aggregations) and all(
+        getattr(function, "__name__", "") == "mean" for a in aggregations for function in a.values()
+    )
+
+
+def _read(name: str, tasks: Tasks, raw: dict[str, Any], lm: InMemoryLM) -> tuple[list[Score], list[Sample]]:
+    first = next(iter(tasks.values()))
+    entries = [(part, entry) for part in tasks for entry in sorted(raw["samples"][part], key=lambda e: e["doc_id"])]
+    filters = sorted({str(entry["filter"]) for _, entry in entries})
+    scores, samples = [], []
+    for metric, direction in first.higher_is_better().items():
+        for filter_name in filters:
+            label = metric if len(filters) == 1 else f"{metric}@{filter_name}"
+            chosen = [(p, e) for p, e in entries if e["filter"] == filter_name and metric in e]
+            values = [raw["results"][part].get(f"{metric},{filter_name}") for part in tasks]
+            if not chosen or any(value is None for value in values):
+                continue
+            value, error = float(values[0]), None
+            if isinstance(chosen[0][1][metric], tuple | list) and metric != "bits_per_byte":
+                n = len(chosen)  # a perplexity or a correlation: no mean of values of documents
+            else:
+                part = _samples(name, metric, label, chosen, tasks, lm)
+                samples += part
+                n = len(part)
+                error = standard_error([sample.value for sample in part])
+                if len(tasks) > 1:
+                    value = sum(sample.value for sample in part) / n
+            error = error if error == error else None
+            scores.append(Score(name, label, value, error, n, bool(direction), str(first.VERSION)))
+    texts = [sample for sample in samples if isinstance(sample.response, dict)]
+    if texts:
+        mean = -sum(sample.logprob or 0.0 for sample in texts) / sum(sample.response["tokens"] for sample in texts)
+        perplexity = math.exp(min(mean, 700.0))  # else it overflows
+        scores.append(Score(name, "token_perplexity", perplexity, None, len(texts), False, str(first.VERSION)))
+    return scores, samples
+
+
+def _samples(
+    name: str, metric: str, label: str, entries: list[tuple[str, dict[str, Any]]], tasks: Tasks, lm: InMemoryLM
+) -> list[Sample]:
     seen: Counter[str] = Counter()
     samples = []
-    for entry in raw:
+    for part, entry in entries:
         identity = entry["doc_hash"][:16]
         seen[identity] += 1
         if seen[identity] > 1:
             identity = f"{identity}#{seen[identity]}"  # the same document twice in a data set
-        texts = entry["resps"][0]
-        if not isinstance(texts[0], str):
-            response = entry["filtered_resps"]
+        value = entry[metric]
+        if isinstance(value, tuple | list):
+            loglikelihood, weight = value
+            value = bits(loglikelihood, weight)
         else:
-            response = texts[0] if len(texts) == 1 else texts
+            weight = 1.0
         samples.append(
             Sample(
-                task=task,
+                task=name,
                 metric=label,
                 id=identity,
-                value=float(entry[metric]),
-                response=json.loads(json.dumps(response)),
+                value=float(value),
                 target=json.loads(json.dumps(entry["target"])),
                 prompt=str(entry["arguments"][0][0]),
+                part=part,
+                weight=float(weight),
+                **_answer(tasks[part], entry, lm),
             )
         )
     return samples
+
+
+def _answer(task: Any, entry: dict[str, Any], lm: InMemoryLM) -> dict[str, Any]:
+    """Return `response`, `choice` and `logprob` of a sample."""
+    kind = task.OUTPUT_TYPE
+    if kind == "generate_until":
+        texts = [str(text) for text in entry["resps"][0]]
+        if len(texts) > 1:
+            return {"response": texts}
+        taken = entry["filtered_resps"][0]
+        return {"response": texts[0], "choice": taken if isinstance(taken, str) else texts[0]}
+    values = [answers[0] for answers in entry["resps"]]
+    if kind == "loglikelihood_rolling":
+        sizes = {metric: entry[metric][1] for metric in ("bits_per_byte", "word_perplexity") if metric in entry}
+        text = entry["arguments"][0][0]
+        counts = {"bytes": sizes.get("bits_per_byte"), "words": sizes.get("word_perplexity")}
+        return {"response": {**counts, "tokens": len(lm.tok_encode(text))}, "logprob": float(values[0])}
+    likelihoods = [float(value[0]) for value in values]
+    if kind == "loglikelihood":
+        return {"response": likelihoods, "logprob": likelihoods[0]}
+    choices = task.doc_to_choice(entry["doc"])
+    likelihoods = likelihoods[: len(choices)]  # behind them stand those without the question, for mutual information
+    gold: Any = entry["target"]
+    gold = choices.index(gold) if isinstance(gold, str) and gold in choices else gold
+    known = isinstance(gold, int) and 0 <= gold < len(likelihoods)
+    return {
+        "response": likelihoods,
+        "choice": max(range(len(likelihoods)), key=likelihoods.__getitem__),
+        "logprob": likelihoods[gold] if known else None,
+    }

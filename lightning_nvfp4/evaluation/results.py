@@ -16,7 +16,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Score:
-    """The mean of one metric of one task.
+    """The mean of one metric of one task, weighted by `Sample.weight`; perplexities, without samples, are no means.
 
     Attributes:
         task: name in the evaluation's configuration.
@@ -39,7 +39,23 @@ class Score:
 
 @dataclass(frozen=True)
 class Sample:
-    """One scored document. `id` depends on the document's content alone, so that it pairs across runs and machines."""
+    """One scored document.
+
+    Attributes:
+        task: name in the evaluation's configuration.
+        metric: as in `Score`.
+        id: depends on the document's content alone, so that it pairs across runs and machines.
+        value: of the metric.
+        response: what the model said: the text; of a multiple choice the log-likelihood of each choice, in nats; of a
+            running text its log-likelihood and sizes.
+        target: the reference answer.
+        prompt: what the model was shown.
+        choice: the answer taken: the number of the likeliest choice, or what was read out of the text. Runs agree on a
+            document where it is equal. None where there is nothing to choose.
+        logprob: log-likelihood of the reference answer, in nats; None where the task does not ask for it.
+        part: the part of the task it belongs to: a subject, a cell of a grid.
+        weight: how much it counts in the mean, such as its bytes where the metric is bits per byte.
+    """
 
     task: str
     metric: str
@@ -48,6 +64,10 @@ class Sample:
     response: Any = None
     target: Any = None
     prompt: str = ""
+    choice: int | str | None = None
+    logprob: float | None = None
+    part: str = ""
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,24 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.evaluation.code import judge_programs
 from lightning_nvfp4.evaluation.documents import load_documents
+from lightning_nvfp4.evaluation.journal import Journal
+from lightning_nvfp4.evaluation.ranks import shared_ranks
 from lightning_nvfp4.evaluation.results import EvalResult, Sample, Score
-from lightning_nvfp4.evaluation.suite import Definition, Suite, load_definition, load_suite
+from lightning_nvfp4.evaluation.sources import open_source
+from lightning_nvfp4.evaluation.suite import Definition, Suite, TaskSpec, load_definition, load_suite
 from lightning_nvfp4.evaluation.surroundings import no_network, own_random_state, quiet
-from lightning_nvfp4.lm.hf_model import load_model, resolve_pretrained
 from lightning_nvfp4.lm.rl.sandbox import run_python
 from lightning_nvfp4.nn.inference import inference
 
@@ -43,23 +46,29 @@ def evaluate(
     device: str = "auto",
     allow_unsafe_code: bool = False,
     data_dir: str | Path | None = None,
+    tokenizer: str | None = None,
     progress: bool = True,
 ) -> EvalResult:
     """Evaluate one checkpoint in one precision and write the result.
 
+    Under ``torchrun`` or ``accelerate launch`` processes share the documents; all return the result, the first writes.
+    An evaluation that was stopped goes on after the last batch it finished: see `Journal`.
+
     Args:
-        checkpoint: a stage's run folder (its ``hf/`` is read), a Hugging Face folder or the name of a hub model.
+        checkpoint: a stage's run folder (its ``hf/`` is read), a Lightning checkpoint, a Hugging Face folder, the name
+            of a hub model, or a GGUF file; see `sources.open_source`.
         config: a suite (``eval/*.yaml``).
         precision: preset name.
         out: the result file if it ends in ``.json``, else a folder, which gets ``<checkpoint>-<precision>.json``.
         limit: score at most this many documents of each task.
         allow_code_execution: run model-written code, in the sandbox.
-        seed: which embedded documents are drawn, and which few-shot examples.
+        seed: which embedded documents are drawn, and of sampled answers.
         overrides: fields of the preset to change.
         backend: of the quantized GEMMs.
         device: ``auto``, ``cpu``, ``cuda``.
         allow_unsafe_code: run model-written code with resource limits alone where the machine cannot isolate it.
         data_dir: folder that the files of definitions are relative to; None = the suite's.
+        tokenizer: where it is not the checkpoint's own: ``embedded``, a folder, or a hub name.
         progress: show progress bars.
 
     Raises:
@@ -77,49 +86,55 @@ def evaluate(
     }
     if allow_code_execution and not allow_unsafe_code and _runs_code(suite, definitions):
         run_python("pass")  # refuses before minutes are spent on other tasks
-    with no_network(suite.offline), quiet(), own_random_state(seed):
-        from transformers import AutoTokenizer
-
-        source = resolve_pretrained(checkpoint)
-        model: Any = load_model(source)
-        model = model.to(_device(device)).eval()
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        except Exception as error:  # the libraries raise whatever a damaged file makes them raise
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"checkpoint {source!r} has no tokenizer that can be loaded: {reason}. Save one beside the model."
-            ) from error
-        start = time.monotonic()
-        judge = (
-            partial(judge_programs, workers=_sandboxes(), allow_unsafe=allow_unsafe_code)
-            if allow_code_execution
-            else None
-        )
-        with inference(model, precision, overrides=overrides, backend=backend) as report:
-            scores, samples, skipped = _score(suite, definitions, model, tokenizer, judge, limit, seed, progress)
-        seconds = time.monotonic() - start
-    native = report.native
-    result = EvalResult(
-        suite=suite.name,
-        precision=precision,
-        backend=report.backend,
-        native=native,
-        checkpoint=str(checkpoint),
-        scores=tuple(scores),
-        skipped=skipped,
-        notes=tuple(_notes(scores, samples, native)),
-        seeds={"documents": seed, "fewshot": seed},
-        versions=_versions(),
-        hardware=_hardware(model.device),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        config={**suite.resolved(), "limit": limit, "overrides": dict(overrides or {})},
-        seconds=seconds if native else None,
-        samples=tuple(samples),
-    )
     out = Path(out)
     path = out if out.suffix == ".json" else out / f"{Path(checkpoint).name}-{precision}.json"
-    result.write(path)
+    judge = (
+        partial(judge_programs, workers=_sandboxes(), allow_unsafe=allow_unsafe_code) if allow_code_execution else None
+    )
+    with no_network(suite.offline), quiet(), own_random_state(seed), shared_ranks(device) as ranks:
+        source = open_source(checkpoint, tokenizer)
+        model: Any = source.model
+        model.to(ranks.device).eval()
+        start = time.monotonic()
+        with inference(model, precision, overrides=overrides, backend=backend) as report:
+            plan = _plan(suite, definitions, source.tokenizer, judge, limit, seed)
+            identity = [source.fingerprint, precision, overrides, report.backend, seed, ranks.size, _versions()]
+            journal = Journal(_journal_path(path, ranks.rank), [*identity, _hardware(model.device), suite.resolved()])
+            from lightning_nvfp4.evaluation.wrapped_model import wrap
+
+            lm = wrap(
+                model,
+                source.tokenizer,
+                max_length=suite.max_length,
+                journal=journal,
+                accelerator=ranks.accelerator,
+                seed=seed,
+                progress=progress,
+            )
+            scores, samples = _score(plan, lm, suite, progress)
+        seconds = time.monotonic() - start
+        result = EvalResult(
+            suite=suite.name,
+            precision=precision,
+            backend=report.backend,
+            native=report.native,
+            checkpoint=str(checkpoint),
+            scores=tuple(scores),
+            skipped=plan.skipped,
+            notes=tuple(_notes(scores, samples, report.native)),
+            seeds={"documents": seed, "sampling": seed, "fewshot": suite.fewshot_seed},
+            versions=_versions(),
+            hardware=_hardware(model.device),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            config={**suite.resolved(), "limit": limit, "overrides": dict(overrides or {}), "ranks": ranks.size},
+            seconds=seconds if report.native else None,
+            samples=tuple(samples),
+        )
+        result = ranks.from_first(result)
+        if ranks.rank == 0:
+            result.write(path)
+        ranks.barrier()
+        journal.delete()
     return result
 
 
@@ -134,21 +149,30 @@ def evaluate_many(
     return {precision: evaluate(checkpoint, config, precision, out, **options) for precision in precisions}
 
 
-def _score(
-    suite: Suite,
-    definitions: dict[str, Definition],
-    model: Any,
-    tokenizer: Any,
-    judge: Any,
-    limit: int | None,
-    seed: int,
-    progress: bool,
-) -> tuple[list[Score], list[Sample], dict[str, str]]:
+@dataclass(frozen=True)
+class _Planned:
+    """A task that is ready to be scored."""
+
+    spec: TaskSpec
+    tasks: dict[str, Any]
+    chat: bool
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    tasks: dict[str, _Planned]
+    skipped: dict[str, str]
+
+
+def _plan(
+    suite: Suite, definitions: dict[str, Definition], tokenizer: Any, judge: Any, limit: int | None, seed: int
+) -> _Plan:
+    """Load the documents of every task: what is missing is said before the first is scored."""
     from lightning_nvfp4.evaluation import harness
 
-    lm = harness.make_lm(model, tokenizer, suite, progress=progress)
+    planned: dict[str, _Planned] = {}
     skipped: dict[str, str] = {}
-    groups: dict[tuple[bool, int | None], dict[str, Any]] = {}
     for name, spec in suite.tasks.items():
         definition = definitions.get(name)
         code = spec.code or (definition is not None and definition.judge == "code")
@@ -162,20 +186,32 @@ def _score(
             )
         if definition is not None:
             splits = load_documents(definition.documents, name, seed=seed, count=spec.count, data_dir=suite.data_dir)
-            tasks = {name: harness.own_task(name, spec, definition, splits, chat=chat, judge=judge if code else None)}
+            tasks = harness.own_tasks(name, spec, definition, splits, chat=chat, judge=judge if code else None)
         else:
             tasks = harness.stock_tasks(name, spec)
         limits = [value for value in (limit, spec.limit) if value is not None]
-        groups.setdefault((chat, min(limits, default=None)), {}).update(tasks)
+        planned[name] = _Planned(spec, tasks, chat, min(limits, default=None))
+    return _Plan(planned, skipped)
+
+
+def _score(plan: _Plan, lm: Any, suite: Suite, progress: bool) -> tuple[list[Score], list[Sample]]:
+    from lightning_nvfp4.evaluation import harness
+
     scores: list[Score] = []
     samples: list[Sample] = []
-    for (chat, most), tasks in groups.items():
-        part = harness.score_tasks(lm, tasks, chat=chat, limit=most, seed=seed)
+    # One after the other, so that a task's batches, and with them the last digits, do not depend on the other tasks.
+    for name, planned in tqdm(plan.tasks.items(), desc="Tasks", disable=not progress or lm.rank != 0):
+        lm.batch_size_per_gpu = planned.spec.batch_size or suite.batch_size
+        part = harness.score(
+            lm, name, planned.tasks, chat=planned.chat, limit=planned.limit, fewshot_seed=suite.fewshot_seed
+        )
         scores += part[0]
         samples += part[1]
-    order = list(suite.tasks)
-    scores.sort(key=lambda score: order.index(score.task.split("/")[0]))
-    return scores, samples, skipped
+    return scores, samples
+
+
+def _journal_path(result: Path, rank: int) -> Path:
+    return result.with_name(f".{result.stem}.rank{rank}.journal.jsonl")
 
 
 def _runs_code(suite: Suite, definitions: dict[str, Definition]) -> bool:
@@ -196,12 +232,6 @@ def _notes(scores: Sequence[Score], samples: Sequence[Sample], native: bool) -> 
 
 def _sandboxes() -> int:
     return max(1, min(16, (os.cpu_count() or 1) // 2))  # half the cores, so that a wall limit means CPU time
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
 
 
 def _hardware(device: torch.device) -> str:

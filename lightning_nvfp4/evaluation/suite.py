@@ -20,13 +20,14 @@ class TaskSpec:
         definition: YAML file relative to the suite's file.
         stock: name of a task or group of lm-evaluation-harness.
         count: documents to draw (embedded documents only).
-        limit: score the first `limit` documents only.
+        limit: score this many documents only: the first, of each part alike where the task has parts.
         fewshot: examples before each question; None = the definition's own.
         chat_template: overrides the suite's.
         code: the answer is a program, judged by running it (needs permission to execute code).
         samples: answers drawn for each document; pass@k is given for every k of 1, 10, 100 up to it. More than one
             needs a temperature.
         temperature: of sampling; None = the definition's own decoding (greedy).
+        batch_size: overrides the suite's.
     """
 
     definition: str | None = None
@@ -38,6 +39,7 @@ class TaskSpec:
     code: bool = False
     samples: int = 1
     temperature: float | int | None = None
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Suite:
         max_length: tokens of context; None = the model's own.
         offline: refuse the network (Hugging Face libraries included).
         data_dir: folder that the files of definitions are relative to.
+        fewshot_seed: which few-shot examples are drawn; 1234 is lm-evaluation-harness's own.
         folder: where the suite's file is; definitions are relative to it.
     """
 
@@ -62,6 +65,7 @@ class Suite:
     max_length: int | None = None
     offline: bool = True
     data_dir: str = "."
+    fewshot_seed: int = 1234
     folder: Path = field(default=Path(), compare=False)
 
     def resolved(self) -> dict[str, Any]:
@@ -76,11 +80,12 @@ class Definition:
     """A task of our own.
 
     Attributes:
-        documents: ``{"embedded": task}`` or ``{"test": file.jsonl[.gz], "fewshot": file, "where": {field: value}}``.
+        documents: where they come from; see `documents.load_documents`.
         judge: ``"match"`` (the metrics of `harness`) or ``"code"`` (pass@k in the sandbox).
         limits: fields of `CodeLimits`, for ``judge: code``.
         harness: fields of an lm-evaluation-harness task.
         plain: fields that replace those of `harness` without a chat template.
+        parts: field by which documents fall into parts that draw few-shot examples from among themselves.
     """
 
     documents: dict[str, Any]
@@ -88,6 +93,7 @@ class Definition:
     judge: Literal["match", "code"] = "match"
     plain: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
+    parts: str | None = None
 
     def code_limits(self) -> CodeLimits:
         """Return what one program of this task may use."""

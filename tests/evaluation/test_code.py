@@ -134,7 +134,7 @@ def test_prompts_are_those_of_the_harness(task: str) -> None:
     import lm_eval
     from lm_eval.api.task import ConfigurableTask
 
-    from lightning_nvfp4.evaluation.harness import own_task
+    from lightning_nvfp4.evaluation.harness import own_tasks
 
     class Loader(yaml.SafeLoader):
         pass
@@ -158,7 +158,7 @@ def test_prompts_are_those_of_the_harness(task: str) -> None:
     )
     spec = load_suite(ROOT / "eval" / "offline.yaml").tasks[task]
     for name in (str(spec.definition), str(spec.definition).replace("_files", "_hub")):
-        ours = own_task(task, spec, load_definition(ROOT / "eval" / name), splits, chat=False, judge=None)
+        (ours,) = own_tasks(task, spec, load_definition(ROOT / "eval" / name), splits, chat=False, judge=None).values()
         assert ours.get_config("num_fewshot") == shots
         assert generation.items() <= ours.get_config("generation_kwargs").items()
         for document in splits["test"][::20]:

@@ -61,7 +61,7 @@ def test_files_hold_what_was_returned(results, checkpoint: Path) -> None:
         content = json.loads(path.read_text())
         assert content["checkpoint"] == str(checkpoint)
         assert {"torch", "transformers", "lm-eval", "python"} <= content["versions"].keys()
-        assert content["seeds"] == {"documents": 0, "fewshot": 0}
+        assert content["seeds"] == {"documents": 0, "sampling": 0, "fewshot": 1234}
         assert content["hardware"] and content["date"]
         assert len(samples_path(path).read_text().splitlines()) == 24
 
