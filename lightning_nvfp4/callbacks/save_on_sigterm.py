@@ -19,7 +19,7 @@ class SaveOnSigterm(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save, on every rank."""
-        if not isinstance(exception, SIGTERMException) or trainer.fast_dev_run:
+        if not isinstance(exception, SIGTERMException) or getattr(trainer, "fast_dev_run", 0):
             return
         path = _last_checkpoint(trainer)
         trainer.save_checkpoint(path)

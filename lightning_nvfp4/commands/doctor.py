@@ -10,9 +10,9 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from lightning_nvfp4.commands.console import make_console
 from lightning_nvfp4.commands.parser import Parser
 from lightning_nvfp4.commands.paths import packaged_configs
 
@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> int:
             )
         )
         return int(failed)
-    console = Console()
+    console = make_console()
     table = _table("package", "version")
     table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
     for name, version in report["versions"].items():

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table as RichTable
 
+from lightning_nvfp4.commands.console import make_console
 from lightning_nvfp4.commands.parser import Parser
 from lightning_nvfp4.commands.paths import check_writable, find_config, packaged_configs
 from lightning_nvfp4.commands.plan import find_model, find_recipe, meta_model
@@ -29,7 +29,6 @@ _GPUS = ("gb300", "gb200", "b200", "h200")
 _WORKLOAD = "recipes/estimate/workload.yaml"
 _PUBLISHED = "recipes/estimate/published.yaml"
 _OUT = (".csv", ".json", ".md")
-_FILE_WIDTH = 200
 
 
 def run(arguments: list[str]) -> int:
@@ -145,9 +144,7 @@ def _published() -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    console = make_console()
     console.print(found["what"], markup=False)
     for one in found["tables"]:
         table = RichTable(title=one.title, title_justify="left", box=None, pad_edge=False)
@@ -182,7 +179,7 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _markdown(found: dict[str, Any]) -> str:
-    from lightning_nvfp4.evaluation.compare import markdown_table
+    from lightning_nvfp4.evaluation.page import markdown_table
 
     lines = [found["what"], "", found["notice"]]
     for one in found["tables"]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from lightning_nvfp4.commands.console import make_console
 from lightning_nvfp4.commands.parser import Parser
 from lightning_nvfp4.commands.paths import find_config
 from lightning_nvfp4.commands.pipeline_spec import Arm, Pipeline, differences, load_arm, load_pipeline, record
@@ -28,7 +29,6 @@ _RECORD = "pipeline.json"
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 10.0
 _LOG_LINES = 15
-_FILE_WIDTH = 140
 
 
 def run(arguments: list[str]) -> int:
@@ -64,9 +64,7 @@ def run(arguments: list[str]) -> int:
         _restart(out)
     else:
         _check_folder(out, values)
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    console = make_console()
     with _lock(out):
         _save_record(out, pipeline, names, values)
         jobs = [_write_job(pipeline, arm, out, options.allow_code_execution) for arm in arms]

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from lightning_nvfp4 import capability
+from lightning_nvfp4.commands.console import make_console
 from lightning_nvfp4.commands.parser import Parser
 from lightning_nvfp4.commands.paths import find_config
 from lightning_nvfp4.commands.yaml_files import block_scaled, read_mapping
@@ -19,7 +19,6 @@ from lightning_nvfp4.ops.te import plan as te_plan
 from lightning_nvfp4.recipe import PRESETS, GemmRecipe, QuantSpec, Recipe, load_recipe
 from lightning_nvfp4.selection import Decision, select
 
-_FILE_WIDTH = 160
 _MOST_RANGES = 6
 _TE_VERSION = "2.20"
 """The Transformer Engine of a machine that is made up."""
@@ -47,9 +46,7 @@ def run(arguments: list[str]) -> int:
     model = meta_model(fields, pretrained)
     decisions = select(model, recipe)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    console = make_console()
     console.print(f"{type(model).__name__}, {numel / 1e6:,.1f} M parameters, precision {recipe.name}", markup=False)
     console.print(coverage_table(decisions))
     console.print(summary(decisions), markup=False)

@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.evaluation.arms import Arm, read_arms
 from lightning_nvfp4.evaluation.curves import LossGap, loss_gap
-from lightning_nvfp4.evaluation.results import EvalResult, read_result
-from lightning_nvfp4.evaluation.statistics import bootstrap_interval, mcnemar
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-WITHIN_NOISE = "within noise"
-SAME = "the same on every document"
-SIGNIFICANT = 0.05
-
-
-@dataclass(frozen=True)
-class Delta:
-    """One run against the baseline on one task.
-
-    Attributes:
-        run: label of the run.
-        score: mean of the run.
-        baseline_score: mean of the baseline on the same documents.
-        delta: `score - baseline_score`.
-        low, high: paired 95 % bootstrap interval of `delta`.
-        gained, lost: documents that only the run, only the baseline gets right; None for metrics that are not 0 or 1.
-        p: McNemar's exact p-value; None likewise.
-        verdict: in words, in points (hundredths).
-    """
-
-    run: str
-    score: float
-    baseline_score: float
-    delta: float
-    low: float
-    high: float
-    gained: int | None
-    lost: int | None
-    p: float | None
-    verdict: str
+from lightning_nvfp4.evaluation.paired import Delta, agreement, judged, paired_delta
+from lightning_nvfp4.evaluation.pairing import Documents, Key, documents_of, same_documents
+from lightning_nvfp4.evaluation.results import EvalResult
+from lightning_nvfp4.evaluation.running_text import Perplexity, perplexity_ratios
 
 
 @dataclass(frozen=True)
@@ -68,200 +36,163 @@ class Comparison:
         baseline: label of the baseline.
         runs: labels of the others.
         rows: one for each task and metric.
-        notes: emulation, skipped tasks, different checkpoints.
+        perplexities: of running text.
+        notes: what a reader should know before trusting a verdict.
         losses: relative loss gaps by run.
+        sources: how each result was made, by run.
     """
 
     baseline: str
     runs: tuple[str, ...]
     rows: tuple[Row, ...]
+    perplexities: tuple[Perplexity, ...] = ()
     notes: tuple[str, ...] = ()
     losses: tuple[tuple[str, LossGap], ...] = ()
+    sources: tuple[tuple[str, dict[str, Any]], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as plain data."""
         return asdict(self)
 
-    def write(self, path: Path) -> Path:
-        """Write JSON, or Markdown where the name ends in ``.md``."""
-        text = self.to_markdown() if path.suffix == ".md" else json.dumps(self.to_json(), indent=2) + "\n"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        return path
 
-    def table(self) -> list[list[str]]:
-        """Return the cells of the table, the header first."""
-        head = ["task", "metric", "n", self.baseline]
-        for run in self.runs:
-            head += [run, "delta (points)", "verdict"]
-        cells = [head]
-        for row in self.rows:
-            line = [row.task, row.metric, str(row.n), percent(row.baseline_score)]
-            for delta in row.deltas:
-                line += [percent(delta.score), interval_text(delta), delta.verdict]
-            cells.append(line)
-        return cells
-
-    def to_markdown(self) -> str:
-        """Return a Markdown table, then loss gaps and notes."""
-        lines = markdown_table(self.table()) if self.rows else []
-        if self.losses:
-            lines += ["", *(f"- Loss of {run}: {gap.sentence()}" for run, gap in self.losses)]
-        if self.notes:
-            lines += ["", *(f"- {note}" for note in self.notes)]
-        return "\n".join(lines) + "\n"
-
-    def to_rich(self) -> Table:
-        """Return the table for a terminal."""
-        from rich.table import Table
-
-        head, *body = self.table()
-        table = Table(title=f"against {self.baseline}, paired by document, 95 % intervals")
-        for name in head:
-            table.add_column(name, justify="left" if name in ("task", "metric", "verdict") else "right")
-        for line in body:
-            table.add_row(*line)
-        return table
-
-
-def compare(paths: Sequence[str | Path], baseline: str | None = None) -> Comparison:
+def compare(
+    paths: Sequence[str | Path],
+    baseline: str | None = None,
+    arms: Mapping[str, Sequence[str | Path]] | None = None,
+) -> Comparison:
     """Compare results of `evaluate` by document.
 
     Args:
-        paths: result files, or folders with result files in them. Two or more run
-            folders with a `metrics.csv` add the loss gap to the first of them.
-        baseline: label or precision of the run to compare with; None = the first path.
+        paths: result files, folders of them, or run folders; each result is a run of its own. Two or more run folders
+            with a `metrics.csv` add the loss gap to the first of them.
+        baseline: label or precision of the run to compare with; None = the first.
+        arms: label -> paths whose results are seeds of one arm.
 
     Raises:
-        UserError: fewer than two results, an unknown baseline, runs over different documents.
+        UserError: fewer than two runs, an unknown baseline, runs over different documents.
     """
-    paths = [Path(path) for path in paths]
-    logs = {str(path): path / "metrics.csv" for path in paths if (path / "metrics.csv").is_file()}
-    files = [file for path in paths for file in _result_files(path)]
-    if len(files) < 2 and len(logs) < 2:
-        raise UserError(f"compare found {len(files)} results in {[str(p) for p in paths]}: need at least two.")
-    comparison = Comparison("", (), ())
-    if len(files) > 1:
-        results = dict(zip(_labels(files), (read_result(file) for file in files), strict=True))
-        comparison = compare_results(results, baseline)
-    if len(logs) > 1:
-        first, *others = logs
-        losses = tuple((name, loss_gap(logs[name], logs[first])) for name in others)
-        comparison = replace(comparison, baseline=comparison.baseline or first, losses=losses)
+    found = read_arms(paths, arms)
+    scored = {arm.label: arm.results for arm in found if arm.results}
+    logged = [arm for arm in found if arm.logs]
+    if len(scored) < 2 and len(logged) < 2:
+        raise UserError(
+            f"compare found {len(scored)} results and {len(logged)} training logs in "
+            f"{', '.join(map(str, [*paths, *(arms or ())]))}: need at least two of either."
+        )
+    comparison = compare_results(scored, baseline) if len(scored) > 1 else Comparison("", (), ())
+    if len(logged) > 1:
+        comparison = replace(comparison, losses=_losses(logged, comparison.baseline))
+        comparison = comparison if comparison.baseline else replace(comparison, baseline=logged[0].label)
     return comparison
 
 
-def compare_results(results: dict[str, EvalResult], baseline: str | None = None) -> Comparison:
-    """Compare results in memory by label; see `compare`."""
-    name = _baseline(results, baseline)
-    reference = _by_task(results[name])
-    others = {label: result for label, result in results.items() if label != name}
-    rows = []
-    notes = _notes(results)
-    for (task, metric), documents in reference.items():
-        score = results[name].score(task, metric)
-        deltas = []
-        for label, result in others.items():
-            scored = _by_task(result).get((task, metric))
-            if scored is None:
-                notes.append(f"{label} has no {task} {metric}: {result.skipped.get(task, 'not in its suite')}.")
-                continue
-            _same_documents(f"{task} {metric}", name, documents, label, scored)
-            deltas.append(paired_delta(label, documents, scored, score.higher_is_better))
-        rows.append(Row(task, metric, len(documents), score.higher_is_better, score.value, tuple(deltas)))
-    if not rows:
+def compare_results(
+    results: Mapping[str, EvalResult | Sequence[EvalResult]], baseline: str | None = None
+) -> Comparison:
+    """Compare results in memory by label, several seeds of an arm as a sequence; see `compare`."""
+    arms = {label: (r,) if isinstance(r, EvalResult) else tuple(r) for label, r in results.items()}
+    name = _baseline(arms, baseline)
+    reference = documents_of(name, arms[name])
+    notes = _notes(arms)
+    if not reference:
         raise UserError(f"{name} scored no task: nothing to compare. Evaluate it first.")
-    return Comparison(name, tuple(others), tuple(rows), tuple(notes))
+    deltas: dict[Key, list[Delta]] = {key: [] for key in reference}
+    perplexities: list[Perplexity] = []
+    others = [label for label in arms if label != name]
+    for label in others:
+        scored = documents_of(label, arms[label])
+        common: dict[Key, tuple[Documents, Documents]] = {}
+        for key, documents in reference.items():
+            if key not in scored:
+                reason = arms[label][0].skipped.get(key[0], "not in its suite")
+                notes.append(f"{label} has no {' '.join(key)}: {reason}.")
+                continue
+            same_documents(key, name, set(documents.ids), label, set(scored[key].ids))
+            common[key] = (scored[key], documents)
+        notes += _pairing_notes(label, arms[label][0], name, arms[name][0], common)
+        found = [paired_delta(label, *pair) for pair in common.values()]
+        higher = [arms[name][0].score(*key).higher_is_better for key in common]
+        for key, delta in zip(common, judged(found, list(common.values()), higher), strict=True):
+            deltas[key].append(delta)
+        perplexities += perplexity_ratios(label, arms[label], arms[name], scored, reference)
+    rows = [
+        Row(*key, len(docs.ids), arms[name][0].score(*key).higher_is_better, docs.mean, tuple(deltas[key]))
+        for key, docs in reference.items()
+    ]
+    notes += _own_agreement(name, reference)
+    sources = tuple((label, _source(result)) for label, arm in arms.items() for result in arm)
+    return Comparison(
+        name, tuple(others), tuple(rows), tuple(perplexities), tuple(dict.fromkeys(notes)), sources=sources
+    )
 
 
-def paired_delta(
-    run: str, baseline: dict[str, float], scored: dict[str, float], higher_is_better: bool = True
-) -> Delta:
-    """Compare two runs over the same documents, given as `id -> value`."""
-    ids = sorted(baseline)
-    pairs = [(scored[i], baseline[i]) for i in ids]
-    differences = [a - b for a, b in pairs]
-    delta = sum(differences) / len(ids)
-    low, high = bootstrap_interval(differences)
-    gained = lost = p = None
-    if {value for pair in pairs for value in pair} <= {0.0, 1.0}:
-        gained, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-        p = mcnemar(gained, lost)
-    if not any(differences):
-        verdict = SAME
-    elif low <= 0.0 <= high or (p is not None and p > SIGNIFICANT):
-        verdict = WITHIN_NOISE
-    else:
-        better = (delta > 0) == higher_is_better
-        verdict = f"{'better' if better else 'worse'} by {100 * abs(delta):.1f} ± {50 * (high - low):.1f}"
-    means = (sum(a for a, _ in pairs) / len(ids), sum(b for _, b in pairs) / len(ids))
-    return Delta(run, means[0], means[1], delta, low, high, gained, lost, p, verdict)
+def _losses(logged: Sequence[Arm], baseline: str) -> tuple[tuple[str, LossGap], ...]:
+    first = next((arm for arm in logged if arm.label == baseline), logged[0])
+    return tuple((arm.label, loss_gap(arm.logs, first.logs)) for arm in logged if arm is not first)
 
 
-def percent(value: float) -> str:
-    """Format a score of 0 to 1 in points."""
-    return f"{100 * value:.1f}"
-
-
-def interval_text(delta: Delta) -> str:
-    """Format a delta and its interval in points."""
-    return f"{100 * delta.delta:+.1f} [{100 * delta.low:+.1f}, {100 * delta.high:+.1f}]"
-
-
-def markdown_table(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table, the first row its header."""
-    head, *body = ["| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in cells]
-    return [head, "|" + "---|" * len(cells[0]), *body]
-
-
-def _result_files(path: Path) -> list[Path]:
-    if path.is_dir():
-        return sorted(p for p in path.glob("*.json") if p.with_suffix(".samples.jsonl").is_file())
-    if not path.is_file():
-        raise UserError(f"{path}: no such result. Give a .json file that nvfp4 eval wrote, or its folder.")
-    return [path]
-
-
-def _labels(files: Sequence[Path]) -> list[str]:
-    """Return the shortest tails of the paths that tell them apart."""
-    parts = [(*file.parts[:-1], file.stem) for file in files]
-    for depth in range(1, max((len(p) for p in parts), default=0) + 1):
-        labels = ["/".join(p[-depth:]) for p in parts]
-        if len(set(labels)) == len(labels):
-            return labels
-    raise UserError(f"the same result is given twice: {', '.join(map(str, files))}. Name each once.")
-
-
-def _baseline(results: dict[str, EvalResult], wanted: str | None) -> str:
+def _baseline(arms: Mapping[str, Sequence[EvalResult]], wanted: str | None) -> str:
     if wanted is None:
-        return next(iter(results))
-    chosen = [label for label, result in results.items() if wanted in (label, result.precision)]
+        return next(iter(arms))
+    chosen = [label for label, results in arms.items() if wanted in (label, results[0].precision)]
     if len(chosen) != 1:
         why = "matches several runs" if chosen else "matches no run"
-        raise UserError(f"baseline {wanted!r} {why}: choose one of {', '.join(results)}.")
+        raise UserError(f"baseline {wanted!r} {why}: choose one of {', '.join(arms)}.")
     return chosen[0]
 
 
-def _by_task(result: EvalResult) -> dict[tuple[str, str], dict[str, float]]:
-    tasks: dict[tuple[str, str], dict[str, float]] = {}
-    for sample in result.samples:
-        tasks.setdefault((sample.task, sample.metric), {})[sample.id] = sample.value
-    return tasks
+def _source(result: EvalResult) -> dict[str, Any]:
+    names = ("precision", "native", "backend", "hardware", "checkpoint", "suite", "seeds", "versions", "date")
+    tasks = {score.task: score.version for score in result.scores}
+    made = {name: getattr(result, name) for name in names}
+    return {**made, "plan_hash": result.config.get("plan_hash", ""), "task_versions": tasks}
 
 
-def _same_documents(what: str, name: str, a: dict[str, float], label: str, b: dict[str, float]) -> None:
-    if a.keys() != b.keys():
-        raise UserError(
-            f"{what}: {name} and {label} scored different documents ({len(a)} and {len(b)}, {len(a.keys() & b.keys())} "
-            "in common): evaluate both with the same suite, --seed and --limit."
-        )
-
-
-def _notes(results: dict[str, EvalResult]) -> list[str]:
+def _notes(arms: Mapping[str, Sequence[EvalResult]]) -> list[str]:
     notes = []
-    emulated = [label for label, result in results.items() if not result.native]
+    emulated = [label for label, results in arms.items() if not all(result.native for result in results)]
     if emulated:
         notes.append(f"Emulated numerics: {', '.join(emulated)}. Scores are those of the format; speed is not shown.")
-    for label, result in results.items():
-        notes += [f"{label}: {task} was skipped: {reason}." for task, reason in result.skipped.items()]
+    for label, results in arms.items():
+        skipped = {task: reason for result in results for task, reason in result.skipped.items()}
+        notes += [f"{label}: {task} was skipped: {reason}." for task, reason in skipped.items()]
+    checkpoints = {result.checkpoint for results in arms.values() for result in results}
+    if len(checkpoints) > 1 and any(len(results) == 1 for results in arms.values()):
+        notes.append(
+            "Verdicts of arms with one result are about these checkpoints: the intervals hold the draw of documents, "
+            "not the luck of a training seed. Give several seeds with --arm to compare ways of training."
+        )
+    return notes
+
+
+def _pairing_notes(
+    label: str, ours: EvalResult, name: str, theirs: EvalResult, common: Mapping[Key, tuple[Documents, Documents]]
+) -> list[str]:
+    notes = []
+    for key, (documents, base) in common.items():
+        shown = sum(a.prompt != b.prompt for a, b in zip(documents.samples, base.samples, strict=True))
+        if shown:
+            notes.append(
+                f"{' '.join(key)}: {label} and {name} were shown different prompts on {shown} of {len(base.ids)} "
+                "documents: few-shot examples or chat template differ, and so may the scores for that reason."
+            )
+        versions = ours.score(*key).version, theirs.score(*key).version
+        if versions[0] != versions[1]:
+            notes.append(f"{key[0]}: version {versions[0]} of the task in {label}, {versions[1]} in {name}.")
+    for package in sorted(ours.versions.keys() & theirs.versions.keys()):
+        if ours.versions[package] != theirs.versions[package]:
+            notes.append(f"{package} {ours.versions[package]} in {label}, {theirs.versions[package]} in {name}.")
+    if ours.hardware != theirs.hardware:
+        notes.append(f"{label} ran on {ours.hardware or 'unknown hardware'}, {name} on {theirs.hardware or 'unknown'}.")
+    return notes
+
+
+def _own_agreement(name: str, reference: Mapping[Key, Documents]) -> list[str]:
+    """Say how far the baseline's seeds agree among themselves: what the runs' agreement is to be held against."""
+    notes = []
+    for key, documents in reference.items():
+        seeds = documents.choices or []
+        pairs = [agreement([a], [b]) for i, a in enumerate(seeds) for b in seeds[:i]]
+        if pairs:
+            notes.append(f"{' '.join(key)}: two seeds of {name} give one answer on {sum(pairs) / len(pairs):.1%}.")
     return notes

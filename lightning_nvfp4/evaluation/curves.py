@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,6 @@ import numpy as np
 from lightning_nvfp4.errors import UserError
 
 FINAL_SHARE = 0.1  # the last tenth of a run stands for its end
-
-
 VALIDATION = "val/loss"
 
 
@@ -93,17 +93,27 @@ def read_curves(path: Path) -> dict[str, Curve]:
     }
 
 
-def loss_gap(run: Path, baseline: Path, column: str = "train/loss", window: int | None = None) -> LossGap:
-    """Return the relative loss gap of the run logged in `run` against `baseline`, both `metrics.csv`.
+def loss_gap(
+    runs: Path | Sequence[Path],
+    baselines: Path | Sequence[Path],
+    column: str = "train/loss",
+    window: int | None = None,
+) -> LossGap:
+    """Return the relative loss gap of the run logged in `runs` against `baselines`, both `metrics.csv`.
+
+    Of several logs, seeds of one arm, the mean curve is taken.
 
     Raises:
         UserError: a file without `column`, or no step in common.
     """
-    curves, base = read_curves(run), read_curves(baseline)
-    for path, found in ((run, curves), (baseline, base)):
+    groups = [[logs] if isinstance(logs, Path) else list(logs) for logs in (runs, baselines)]
+    curves = [mean_curves(logs) for logs in groups]
+    for logs, found in zip(groups, curves, strict=True):
         if column not in found:
-            raise UserError(f"{path}: no column {column}; it has {', '.join(sorted(found)) or 'none'}.")
-    return gap(curves, base, column, window, names=(str(run), str(baseline)))
+            where = ", ".join(map(str, logs))
+            raise UserError(f"{where}: no column {column}; it has {', '.join(sorted(found)) or 'none'}.")
+    ours, theirs = curves
+    return gap(ours, theirs, column, window, names=(str(groups[0][0]), str(groups[1][0])))
 
 
 def gap(
@@ -127,3 +137,15 @@ def gap(
         mine, other = float(curves[VALIDATION].values[-1]), float(base[VALIDATION].values[-1])
         validation = (mine - other) / other
     return LossGap([int(s) for s in common], [float(r) for r in relative], float(final), validation)
+
+
+def mean_curves(paths: Sequence[Path]) -> dict[str, Curve]:
+    """Return the mean over runs of every column that all of the logs `paths` have, at the steps they share."""
+    runs = [read_curves(path) for path in paths]
+    means = {}
+    for name, curve in runs[0].items():
+        curves = [run[name] for run in runs if name in run]
+        steps = reduce(np.intersect1d, [c.steps for c in curves], curve.steps)
+        if len(curves) == len(runs) and steps.size:
+            means[name] = Curve(steps, np.mean([c.values[np.isin(c.steps, steps)] for c in curves], axis=0))
+    return means

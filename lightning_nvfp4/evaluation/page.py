@@ -6,8 +6,6 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_nvfp4.evaluation.compare import markdown_table
-
 
 @dataclass(frozen=True)
 class Heading:
@@ -98,6 +96,12 @@ def to_markdown(title: str, lead: str, blocks: Sequence[Block]) -> str:
     return "\n\n".join([f"# {title}", lead, *(_markdown(block) for block in blocks)]) + "\n"
 
 
+def markdown_table(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table, the first row its header."""
+    head, *body = ["| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in cells]
+    return [head, "|" + "---|" * len(cells[0]), *body]
+
+
 def _html(block: Block) -> str:
     match block:
         case Heading(text):
@@ -132,6 +136,6 @@ def _markdown(block: Block) -> str:
         case Bullets(lines, _):
             return "\n".join(f"- {line}" for line in lines)
         case Plot(_, caption):
-            return f"*Plot in report.html: {caption}*"
+            return f"*Plot in the HTML page: {caption}*"
         case Table(cells, caption):
             return "\n".join(markdown_table(cells)) + (f"\n\n{caption}" if caption else "")

@@ -12,9 +12,9 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from lightning_nvfp4.evaluation.report_data import LOSS, REWARD, RunFolder
 
-_PALETTE = ("#0a7d4f", "#d1603d", "#2f6fb0", "#8a4fa3", "#b08900", "#5a8f8f")
-_BASELINE = "#4a4f57"
-_STYLE: dict[Any, Any] = {
+PALETTE = ("#0a7d4f", "#d1603d", "#2f6fb0", "#8a4fa3", "#b08900", "#5a8f8f")
+BASELINE = "#4a4f57"
+STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.spines.top": False,
@@ -37,7 +37,7 @@ _STYLE: dict[Any, Any] = {
 def colours(run: RunFolder) -> dict[str, str]:
     """Return each arm's colour; the baseline is grey."""
     others = [arm for arm in run.arms if arm != run.baseline]
-    return {run.baseline: _BASELINE} | {arm: _PALETTE[i % len(_PALETTE)] for i, arm in enumerate(others)}
+    return {run.baseline: BASELINE} | {arm: PALETTE[i % len(PALETTE)] for i, arm in enumerate(others)}
 
 
 def loss_plot(run: RunFolder, stages: Sequence[str]) -> str | None:
@@ -48,7 +48,7 @@ def loss_plot(run: RunFolder, stages: Sequence[str]) -> str | None:
     shown = [stage for stage in stages if any(LOSS in run.curves.get((arm, stage), {}) for arm in run.arms)]
     if not shown:
         return None
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.2, 4.6), layout="constrained")
         axes = figure.subplots(2, len(shown), squeeze=False, height_ratios=(2, 1.25), sharex="col")
         for column, stage in enumerate(shown):
@@ -59,7 +59,7 @@ def loss_plot(run: RunFolder, stages: Sequence[str]) -> str | None:
         axes[0][0].set_ylabel("training loss")
         axes[1][0].set_ylabel("gap to baseline")
         axes[0][-1].legend(loc="upper right")
-        return _svg(figure, "Training loss of each arm and its relative gap to the baseline")
+        return to_svg(figure, "Training loss of each arm and its relative gap to the baseline")
 
 
 def _losses(run: RunFolder, stage: str, top: Any, bottom: Any) -> None:
@@ -72,7 +72,7 @@ def _losses(run: RunFolder, stage: str, top: Any, bottom: Any) -> None:
         smooth = curve.smoothed()
         top.plot(curve.steps, curve.values, color=tint[arm], alpha=0.16, linewidth=0.8)
         top.plot(smooth.steps, smooth.values, color=tint[arm], linewidth=1.6, label=arm)
-    bottom.axhline(0, color=_BASELINE, linewidth=1)
+    bottom.axhline(0, color=BASELINE, linewidth=1)
     for (arm, of), gap in run.gaps.items():
         if of == stage:
             bottom.plot(gap.steps, gap.relative, color=tint[arm], linewidth=1.3)
@@ -91,7 +91,7 @@ def reward_plot(run: RunFolder) -> str | None:
     if not any(REWARD in run.curves.get((arm, "rl"), {}) for arm in run.arms):
         return None
     tint = colours(run)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.2, 3.1), layout="constrained")
         axis = figure.subplots()
         for arm in run.arms:
@@ -108,7 +108,7 @@ def reward_plot(run: RunFolder) -> str | None:
         axis.set_xlabel("RL step")
         axis.set_ylabel("mean reward")
         axis.legend(loc="lower right")
-        return _svg(figure, "Mean reward over RL steps")
+        return to_svg(figure, "Mean reward over RL steps")
 
 
 def score_plot(run: RunFolder) -> str | None:
@@ -119,7 +119,7 @@ def score_plot(run: RunFolder) -> str | None:
     tint = colours(run)
     columns = min(4, len(tasks))
     rows = -(-len(tasks) // columns)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.2, 2.5 * rows + 0.35), layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
         for axis, (task, metric) in zip(axes, tasks, strict=False):
@@ -148,10 +148,11 @@ def score_plot(run: RunFolder) -> str | None:
         for axis in axes[len(tasks) :]:
             axis.set_visible(False)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(run.arms))
-        return _svg(figure, "Scores of each task after each stage")
+        return to_svg(figure, "Scores of each task after each stage")
 
 
-def _svg(figure: Figure, title: str) -> str:
+def to_svg(figure: Figure, title: str) -> str:
+    """Return `figure` as an SVG element."""
     stream = io.StringIO()
     # No date: the same data give the same file.
     figure.savefig(stream, format="svg", metadata={"Date": None, "Title": title}, transparent=True)

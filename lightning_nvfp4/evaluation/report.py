@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_nvfp4.evaluation import plots
-from lightning_nvfp4.evaluation.compare import interval_text, percent
+from lightning_nvfp4.evaluation.compare_page import interval_text
 from lightning_nvfp4.evaluation.curves import VALIDATION, Curve
 from lightning_nvfp4.evaluation.page import Block, Bullets, Heading, Plot, Table, to_html, to_markdown
 from lightning_nvfp4.evaluation.report_data import LOSS, REWARD_STEPS, RunFolder, collect
@@ -132,6 +132,11 @@ def _losses(run: RunFolder) -> list[list[str]]:
     return rows
 
 
+def percent(value: float) -> str:
+    """Format a score of 0 to 1 in points."""
+    return f"{100 * value:.1f}"
+
+
 def _last(curve: Curve | None) -> float | None:
     return None if curve is None else curve.values[-1]
 
@@ -175,16 +180,16 @@ def _deltas(run: RunFolder, reference: str) -> list[Block]:
         for row in comparison.rows if comparison else ():
             for delta in row.deltas:
                 changed = "" if delta.gained is None else f"+{delta.gained} / -{delta.lost}"
-                p = "" if delta.p is None else f"{delta.p:.3f}"
+                p = f"{delta.p:.3f}"
                 cells = [stage, row.task, delta.run, percent(row.baseline_score), percent(delta.score)]
                 rows.append([*cells, interval_text(delta), changed, p, delta.verdict])
     if not rows:
         return []
-    head = ["after", "task", "arm", reference, "score", "delta [95 %]", "gained / lost", "McNemar p", "verdict"]
+    head = ["after", "task", "arm", reference, "score", "delta [95 %]", "gained / lost", "p", "verdict"]
     caption = (
-        "Paired by document; 95 % bootstrap interval of the difference in points; McNemar's exact test. A verdict "
-        "other than within noise needs both. Intervals cover the draw of documents, not of training seeds, and are not "
-        "corrected for the number of comparisons."
+        "Paired by document; 95 % interval of the difference in points; p of McNemar's exact test. Verdicts are "
+        "corrected by Holm's method for the tasks of an arm after a stage; p and intervals are not. They cover the "
+        "draw of documents, not of training seeds."
     )
     return [Heading(f"Against {reference}, document by document"), Table([head, *rows], caption)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -56,6 +57,12 @@ class ConversionReport:
     def converted(self) -> tuple[Decision, ...]:
         """The layers whose GEMMs run in the recipe's numerics."""
         return tuple(d for d in self.decisions if d.gemm is not None)
+
+    @property
+    def plan_hash(self) -> str:
+        """The first 16 hex digits of the SHA-256 of every layer's path, shape and numerics: equal where plans are."""
+        plan = [(d.path, d.kind, d.shape, d.use, repr(d.gemm)) for d in self.decisions]
+        return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
 
     def summary(self) -> str:
         """Return one line: preset, layers converted and kept, forward formats by share of GEMM FLOPs, backend."""

@@ -8,7 +8,17 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from lightning_nvfp4.evaluation.statistics import bootstrap_interval, mcnemar, standard_error
+from lightning_nvfp4.evaluation.statistics import (
+    bootstrap_interval,
+    detectable,
+    fewest_changes,
+    holm,
+    mcnemar,
+    over_seeds,
+    proportions_interval,
+    sign_flip,
+    standard_error,
+)
 
 
 def test_the_interval_covers_the_true_mean_in_about_95_of_100_experiments() -> None:
@@ -71,3 +81,102 @@ def test_mcnemar_of_large_counts_follows_the_normal_limit() -> None:
 def test_standard_error() -> None:
     assert standard_error([0.0, 1.0] * 50) == pytest.approx(math.sqrt(0.25 / 99))
     assert math.isnan(standard_error([1.0]))
+
+
+@pytest.mark.parametrize(("n", "gained", "lost"), [(100, 0.01, 0.04), (500, 0.025, 0.075), (1000, 0.005, 0.005)])
+def test_the_score_interval_covers_the_true_difference_of_proportions(n: int, gained: float, lost: float) -> None:
+    generator = np.random.default_rng(0)
+    draws = generator.multinomial(n, [gained, lost, 1 - gained - lost], size=1000)
+    covered = 0
+    for more, fewer, _ in draws.tolist():
+        low, high = proportions_interval(more, fewer, n)
+        covered += low <= gained - lost <= high
+    assert 930 <= covered <= 970  # 95 % of 1000 and three standard deviations
+
+
+def test_the_score_interval_is_where_the_score_test_turns() -> None:
+    gained, lost, n = 12, 2, 50
+    for edge in proportions_interval(gained, lost, n):
+        # The share of lost documents by brute force: the likeliest of those that the difference allows.
+        shares = np.linspace(max(0.0, -edge), (1 - edge) / 2, 200_001)[1:-1]
+        likelihood = gained * np.log(shares + edge) + lost * np.log(shares)
+        likelihood += (n - gained - lost) * np.log(1 - 2 * shares - edge)
+        share = shares[likelihood.argmax()]
+        z = (gained - lost - n * edge) / math.sqrt(n * (2 * share + edge - edge**2))
+        assert abs(z) == pytest.approx(1.95996, abs=1e-3)
+    low, high = proportions_interval(3, 9, 80)
+    assert proportions_interval(9, 3, 80) == pytest.approx((-high, -low))
+    assert proportions_interval(0, 0, 200)[1] == pytest.approx(1.96**2 / (200 + 1.96**2), rel=1e-3)
+    assert proportions_interval(5, 0, 5)[1] == 1.0
+    with pytest.raises(ValueError, match="6 gained and 0 lost in 5"):
+        proportions_interval(6, 0, 5)
+
+
+def test_what_mcnemar_finds_significant_the_score_interval_does_not_cross() -> None:
+    for changed in range(1, 400):
+        gained = max((g for g in range(changed // 2 + 1) if mcnemar(g, changed - g) <= 0.05), default=None)
+        if gained is not None:
+            for n in (changed, 5 * changed):
+                assert proportions_interval(gained, changed - gained, n)[1] < 0
+
+
+def test_sign_flips_count_every_arrangement() -> None:
+    # Of the 16 signs of four equal differences two are as extreme as all of them alike.
+    assert sign_flip([1.0, 1.0, 1.0, 1.0, 0.0]) == pytest.approx(2 / 16, abs=0.01)
+    assert sign_flip([0.5, -0.5]) == 1.0
+    assert sign_flip([0.0, 0.0]) == 1.0
+    assert sign_flip([0.1] * 100) == pytest.approx(1 / 10_001)
+
+
+def test_holm() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+    assert holm([0.02]) == [0.02] and holm([]) == []
+
+
+def test_the_detectable_difference_is_found_four_times_in_five() -> None:
+    n, share = 1000, 0.1
+    drop = detectable(math.sqrt(share), n)
+    assert drop == pytest.approx(2.8016 * math.sqrt(share / n), rel=1e-4)
+    generator = np.random.default_rng(0)
+    draws = generator.multinomial(n, [(share - drop) / 2, (share + drop) / 2, 1 - share], size=2000)
+    found = np.mean([mcnemar(g, lost) <= 0.05 for g, lost, _ in draws.tolist()])
+    assert 0.75 <= found <= 0.84  # the exact test is a little cautious
+    assert fewest_changes() == 6 and mcnemar(0, 6) <= 0.05 < mcnemar(0, 5)
+
+
+def arms(generator: np.random.Generator, seeds: tuple[int, int], spread: float, n: int = 300) -> list[np.ndarray]:
+    """Two arms of seeds of one kind: scores of 0 and 1, whose rate moves by `spread` from seed to seed."""
+    rates = generator.beta(0.6, 0.6, n)
+    return [
+        np.array([generator.random(n) < rates * (1 + generator.normal(0, spread)) for _ in range(count)], float)
+        for count in seeds
+    ]
+
+
+@pytest.mark.parametrize("seeds", [(2, 2), (5, 5), (1, 3)])
+@pytest.mark.parametrize("spread", [0.0, 0.1])
+def test_the_interval_over_seeds_holds_the_luck_of_a_seed(seeds: tuple[int, int], spread: float) -> None:
+    generator = np.random.default_rng(0)
+    estimates = [over_seeds(*arms(generator, seeds, spread)) for _ in range(400)]
+    covered = sum(e.low <= 0 <= e.high for e in estimates)
+    assert covered >= 366, "95 % of 400 less three standard deviations"
+    assert sum(e.p > 0.05 for e in estimates) == covered, "interval and test say the same"
+
+
+def test_documents_alone_miss_the_luck_of_a_seed() -> None:
+    generator = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        run, baseline = arms(generator, (1, 1), 0.1)
+        low, high = bootstrap_interval((run - baseline)[0], resamples=1000)
+        covered += low <= 0 <= high
+    assert covered < 360
+
+
+def test_over_seeds_of_equal_seeds() -> None:
+    values = np.array([[1.0, 0.0, 1.0], [1.0, 0.0, 1.0]])
+    same = over_seeds(values, values)
+    assert (same.delta, same.low, same.high, same.p) == (0.0, 0.0, 0.0, 1.0)
+    with pytest.raises(ValueError, match="three seeds"):
+        over_seeds(values[:1], values[:1])

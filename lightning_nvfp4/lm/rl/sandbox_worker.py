@@ -57,6 +57,9 @@ ANSWERING = frozenset(
     "__iter__ __len__ __getitem__ __instancecheck__".split()
 )
 
+# Imported anew by tests that use them: their classes can be changed from inside.
+FORGOTTEN = ("unittest", "doctest")
+
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -171,35 +174,49 @@ def limit(memory_bytes: int, file_bytes: int, processes: int, seconds: float) ->
         resource.setrlimit(what, (value, value))
 
 
-def reject_own_answers(value: Any, depth: int = 0) -> None:
-    """Raise TypeError for an object whose class, made by the program, defines operators that tests rely on."""
+def operators(kind: type) -> dict[str, Any]:
+    """Return the operators among `ANSWERING` that the class itself defines."""
+    content = type.__dict__["__dict__"].__get__(kind)
+    return {name: content[name] for name in ANSWERING & content.keys()}
+
+
+def known_operators() -> dict[int, dict[str, Any]]:
+    """Return the operators of every Python class that a loaded module holds, by id: metaclasses can forge hashes."""
+    kinds = {v for module in list(sys.modules.values()) for v in list(vars(module).values()) if isinstance(v, type)}
+    return {id(kind): operators(kind) for kind in kinds if kind.__flags__ & (1 << 9)}
+
+
+def reject_own_answers(value: Any, known: dict[int, dict[str, Any]], depth: int = 0) -> None:
+    """Raise TypeError for an object whose operators that tests rely on are not those of `known`, so the program's."""
     kind = type(value)
     if kind.__flags__ & (1 << 9):  # a heap type: made by Python code
-        known = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
-        if not known or kind.__module__ == "program":
-            for base in type.__dict__["__mro__"].__get__(kind):
-                if base.__flags__ & (1 << 9) and ANSWERING & base.__dict__.keys():
-                    raise TypeError(f"returned a {kind.__name__!s:.50} with operators of its own")
+        bases = [base for base in type.__dict__["__mro__"].__get__(kind) if base.__flags__ & (1 << 9)]
+        if id(kind) not in known and any(operators(base) for base in bases):
+            raise TypeError(f"returned a {kind.__name__!s:.50} with operators of its own")
+        if id(kind) in known and any(operators(base) != known[id(base)] for base in bases if id(base) in known):
+            raise TypeError(f"changed the operators of {kind.__name__!s:.50}")
     elif depth < 4 and isinstance(value, (list, tuple, set, frozenset, dict)):
         for item in value:
-            reject_own_answers(item, depth + 1)
+            reject_own_answers(item, known, depth + 1)
         if isinstance(value, dict):
             for item in value.values():
-                reject_own_answers(item, depth + 1)
+                reject_own_answers(item, known, depth + 1)
 
 
-def judged(function: Any, reject: Any) -> Any:
+def judged(function: Any, reject: Any, known: Any) -> Any:
     """Wrap the function under test: its results pass through `reject`."""
 
     def candidate(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        reject(result)
+        reject(result, known)
         return result
 
     return candidate
 
 
-def run_program(job: dict[str, Any], pristine: dict[str, Any], token_fd: int, result_fd: int) -> None:
+def run_program(
+    job: dict[str, Any], pristine: dict[str, Any], known: dict[int, dict[str, Any]], token_fd: int, result_fd: int
+) -> None:
     """Run one program and its tests, write the verdict and end the process.
 
     Whatever is needed after the program ran is bound to locals first: a program can rebind globals and attributes of
@@ -208,6 +225,8 @@ def run_program(job: dict[str, Any], pristine: dict[str, Any], token_fd: int, re
     read, write, leave, execute, modules = os.read, os.write, os._exit, exec, sys.modules
     base, is_callable, reject, judge = BaseException, callable, reject_own_answers, judged
     clear_trace, clear_profile, module_dict = sys.settrace, sys.setprofile, vars
+    harness = globals()
+    own = dict(harness)
     verdict = b""
     try:
         import random
@@ -218,18 +237,22 @@ def run_program(job: dict[str, Any], pristine: dict[str, Any], token_fd: int, re
         execute(compile(job["source"], "<program>", "exec"), module.__dict__)
         clear_trace(None)
         clear_profile(None)
+        harness.clear()
+        harness.update(own)
         for name, (original, attributes) in pristine.items():
             modules[name] = original
             content = module_dict(original)
             content.clear()
             content.update(attributes)
+        for name in [name for name in modules if name.split(".")[0] in FORGOTTEN]:
+            del modules[name]
         namespace = {k: v for k, v in module.__dict__.items() if k not in pristine["builtins"][1]}
         namespace["__builtins__"] = pristine["builtins"][0]
         if entry := job["entry_point"]:
             function = namespace.get(entry)
             if not is_callable(function):
                 raise NameError(f"no function {entry!r} was defined")
-            namespace[entry] = judge(function, reject)
+            namespace[entry] = judge(function, reject, known)
             if entry != "check":
                 namespace.pop("check", None)  # only the tests' own
         execute(compile(job["tests"], "<tests>", "exec"), namespace)
@@ -245,7 +268,13 @@ def run_program(job: dict[str, Any], pristine: dict[str, Any], token_fd: int, re
     leave(0)
 
 
-def run_cell(job: dict[str, Any], options: dict[str, Any], pristine: dict[str, Any], isolated: bool) -> dict[str, Any]:
+def run_cell(
+    job: dict[str, Any],
+    options: dict[str, Any],
+    pristine: dict[str, Any],
+    known: dict[int, dict[str, Any]],
+    isolated: bool,
+) -> dict[str, Any]:
     """Fork the program into its cell, wait for its verdict or the time limit, end all that it started."""
     token_read, token_write = os.pipe()
     result_read, result_write = os.pipe()
@@ -280,7 +309,7 @@ def run_cell(job: dict[str, Any], options: dict[str, Any], pristine: dict[str, A
                 os.setresgid(NOBODY, NOBODY, NOBODY)
                 os.setresuid(NOBODY, NOBODY, NOBODY)
             limit(options["memory_bytes"], options["file_bytes"], options["processes"], job["timeout"])
-            run_program(job, pristine, 20, 21)
+            run_program(job, pristine, known, 20, 21)
         finally:
             os._exit(1)
     os.close(result_write)
@@ -350,13 +379,14 @@ def main() -> None:
     emit({"ready": True})
     sys.modules["__main__"] = types.ModuleType("__main__")
     pristine = {name: (sys.modules[name], dict(vars(sys.modules[name]))) for name in RESTORED}
+    known = known_operators()
     gc.collect()
     gc.freeze()
     for job in request["jobs"]:
         cell = os.fork()
         if cell == 0:
             try:
-                emit(run_cell(job, options, pristine, isolated))
+                emit(run_cell(job, options, pristine, known, isolated))
                 os._exit(0)
             except BaseException as error:
                 emit({"passed": False, "reason": f"the sandbox failed: {error}", "seconds": 0.0, "fault": True})
