@@ -1,6 +1,7 @@
 """Lightning callbacks."""
 
 from lightning_nvfp4.callbacks.nonfinite_guard import NonfiniteGuard
+from lightning_nvfp4.callbacks.numerics_monitor import NumericsMonitor
 from lightning_nvfp4.callbacks.precision_schedule import PrecisionSchedule
 
-__all__ = ["NonfiniteGuard", "PrecisionSchedule"]
+__all__ = ["NonfiniteGuard", "NumericsMonitor", "PrecisionSchedule"]

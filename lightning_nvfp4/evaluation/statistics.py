@@ -68,3 +68,30 @@ def standard_error(values: Sequence[float] | np.ndarray) -> float:
     """Return the standard error of the mean, from the sample variance; NaN for fewer than two values."""
     array = np.asarray(values, dtype=np.float64)
     return float(array.std(ddof=1) / math.sqrt(array.size)) if array.size > 1 else float("nan")
+
+
+def student_t(level: float, degrees: int) -> float:
+    """Return the two-sided quantile of Student's t distribution: P(|t| <= q) = `level` with `degrees` of freedom.
+
+    Under t = sqrt(degrees) tan(a) the density is proportional to cos(a)^(degrees - 1), which is summed numerically.
+    """
+    if degrees < 1 or not 0 < level < 1:
+        raise ValueError(f"student_t needs a level between 0 and 1 and at least 1 degree, not {level} and {degrees}.")
+    angles = np.linspace(0.0, math.pi / 2, 100_001)
+    density = np.cos(angles) ** (degrees - 1)
+    area = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
+    return math.sqrt(degrees) * math.tan(float(np.interp(level, area / area[-1], angles)))
+
+
+def t_interval(values: Sequence[float] | np.ndarray, *, level: float = 0.95) -> tuple[float, float]:
+    """Return the t interval of the mean of independent normal `values`; NaN for fewer than two.
+
+    Args:
+        values: such as one difference a seed.
+        level: coverage, 0 to 1.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if array.size < 2:
+        return math.nan, math.nan
+    half = student_t(level, array.size - 1) * standard_error(array)
+    return float(array.mean() - half), float(array.mean() + half)
