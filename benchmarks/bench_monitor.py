@@ -3,7 +3,8 @@
     python benchmarks/bench_monitor.py [--device cpu] [--preset nvfp4-hybrid] [--csv bench_monitor.csv]
     python benchmarks/bench_monitor.py --device cuda --model recipes/model/moe-200m.yaml --batch 16 --length 1024
 
-Observed and other steps take turns, so that a change of load meets both. The cost at N = 100 is (observed / other - 1) / 100.
+Observed and other steps take turns, so that a change of load meets both. The cost at N = 100 is
+(observed / other - 1) / 100.
 """
 
 from __future__ import annotations
