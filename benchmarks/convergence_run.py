@@ -208,20 +208,15 @@ class Evidence(Callback):
         trainer.should_stop = trainer.should_stop or out_of_time or orphan
 
     def flush(self) -> None:
-        """Write what is pending; one wait for the device.
+        """Write what is pending; this waits for the device.
 
         Raises:
             Diverged: a loss is not finite.
         """
-        if not self.pending:
-            return
-        names = sorted({name for _, row in self.pending for name in row})
-        values = torch.stack([v.float() for _, row in self.pending for v in row.values()]).tolist()
-        numbers = iter(values)
         diverged = False
         for step, row in self.pending:
-            written = {name: next(numbers) for name in row}
-            diverged |= not all(math.isfinite(written[name]) for name in names if name in written)
+            written = {name: float(value) for name, value in row.items()}
+            diverged |= not all(map(math.isfinite, written.values()))
             self.csv.log_metrics(written, step)
         self.csv.save()
         self.pending = []

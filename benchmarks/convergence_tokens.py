@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule
 from transformers import PreTrainedTokenizerFast
 
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.data.base import ENDLESS
 from lightning_nvfp4.lm.data.loader import Batch, BatchList, StreamLoader
-from lightning_nvfp4.lm.data.packing import collate_sequences
 from lightning_nvfp4.lm.data.sources import resolve
 from lightning_nvfp4.lm.data.stream import Position, RowStream
 from lightning_nvfp4.lm.data.tokenizer import train_tokenizer, with_chat_tokens
@@ -194,7 +194,8 @@ class TokenData(LightningDataModule):
         return tokens[: rows * self.sequence_length].reshape(rows, self.sequence_length)
 
     def _collate(self, rows: list[np.ndarray]) -> Batch:
-        return collate_sequences([row.tolist() for row in rows], self.sequence_length, self.about["eos"])
+        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+        return {"input_ids": tokens, "labels": tokens.clone()}
 
     def train_dataloader(self) -> StreamLoader:
         """Return the batches from the beginning; a checkpoint's place is put in by Lightning."""

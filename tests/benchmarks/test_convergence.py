@@ -62,6 +62,13 @@ def tokens(tmp_path_factory):
     return folder / "tokens"
 
 
+@pytest.fixture(autouse=True)
+def seeds_of_its_own(monkeypatch):
+    """A run sets the process's seed; it is put back."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+
+
 @pytest.fixture(scope="session")
 def plan():
     return read_plan(CONFIG, "tiny", tokens=1280)
@@ -77,6 +84,7 @@ def trained(plan, tokens, tmp_path_factory):
     out = tmp_path_factory.mktemp("out")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PL_GLOBAL_SEED", "0")
+        patch.setenv("PL_SEED_WORKERS", "0")
         assert fit(plan, "bf16-gemm", 0, tokens, out) == "finished"
         assert fit(plan, "nvfp4-hybrid", 0, tokens, out, monitor=4) == "finished"
     return out
@@ -199,6 +207,15 @@ def test_driver_skips_what_is_finished_and_reports(plan, trained, tokens, capsys
     assert "0 runs of 10 steps" in capsys.readouterr().out
     page = (trained / "1280-tokens" / "report.html").read_text()
     assert "Numerics by layer" in page and "flushed to zero" in page
+
+
+def test_a_run_that_diverges_is_a_result_and_in_no_mean(plan, tokens, tmp_path):
+    size = dataclasses.replace(plan.size, optimizer={"lr": 1e30})
+    wild = dataclasses.replace(plan, size=size)
+    assert fit(wild, "bf16-gemm", 0, tokens, tmp_path) == "diverged"
+    assert fit(wild, "bf16-gemm", 0, tokens, tmp_path) == "diverged", "and is not run again"
+    assert paired(collect(tmp_path, wild), "bf16-gemm", "bf16-gemm").seeds == ()
+    assert "diverged at step" in write_report(tmp_path, wild).with_suffix(".md").read_text()
 
 
 def fake(plan, out, name, seed, loss, tokens=None, shift=0.0):
