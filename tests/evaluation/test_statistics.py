@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from lightning_nvfp4.evaluation.statistics import bootstrap_interval, mcnemar, standard_error
+from lightning_nvfp4.evaluation.statistics import bootstrap_interval, mcnemar, standard_error, student_t, t_interval
 
 
 def test_the_interval_covers_the_true_mean_in_about_95_of_100_experiments() -> None:
@@ -71,3 +71,13 @@ def test_mcnemar_of_large_counts_follows_the_normal_limit() -> None:
 def test_standard_error() -> None:
     assert standard_error([0.0, 1.0] * 50) == pytest.approx(math.sqrt(0.25 / 99))
     assert math.isnan(standard_error([1.0]))
+
+
+@pytest.mark.parametrize("degrees, quantile", [(1, 12.706205), (2, 4.302653), (4, 2.776445), (30, 2.042272)])
+def test_quantiles_of_student_are_those_of_the_tables(degrees, quantile):
+    assert student_t(0.95, degrees) == pytest.approx(quantile, rel=1e-6)
+
+
+def test_a_t_interval_needs_two_values():
+    assert all(math.isnan(end) for end in t_interval([1.0]))
+    assert t_interval([1.0, 3.0]) == pytest.approx((2 - 12.706205, 2 + 12.706205), rel=1e-6)
