@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_nvfp4.after_import import after_import
 
 if TYPE_CHECKING:
-    from lightning_nvfp4.callbacks import NonfiniteGuard, PrecisionSchedule
+    from lightning_nvfp4.callbacks import NonfiniteGuard, NumericsMonitor, PrecisionSchedule
     from lightning_nvfp4.comm.codec import Codec, register_codec
     from lightning_nvfp4.nn.convert import ConversionReport, convert, restore
     from lightning_nvfp4.nn.inference import cached_weights, inference
@@ -33,6 +33,7 @@ __all__ = [
     "ExpertParallelStrategy",
     "GemmRecipe",
     "NonfiniteGuard",
+    "NumericsMonitor",
     "PrecisionSchedule",
     "QuantSpec",
     "QuantizedTensor",
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "callbacks": ("NonfiniteGuard", "PrecisionSchedule"),
+    "callbacks": ("NonfiniteGuard", "NumericsMonitor", "PrecisionSchedule"),
     "comm.codec": ("Codec", "register_codec"),
     "nn.convert": ("ConversionReport", "convert", "restore"),
     "nn.inference": ("cached_weights", "inference"),

@@ -12,6 +12,7 @@ from typing import Any
 from lightning_nvfp4.evaluation import plots
 from lightning_nvfp4.evaluation.compare_page import interval_text
 from lightning_nvfp4.evaluation.curves import VALIDATION, Curve
+from lightning_nvfp4.evaluation.numerics_plots import numerics_plot
 from lightning_nvfp4.evaluation.page import Block, Bullets, Heading, Plot, Table, to_html, to_markdown
 from lightning_nvfp4.evaluation.report_data import LOSS, REWARD_STEPS, RunFolder, collect
 
@@ -59,6 +60,8 @@ def _blocks(run: RunFolder, about: dict[str, Any], notes: Sequence[str]) -> list
             Plot(svg, caption),
             Table(_losses(run), "Means over each stage's last tenth."),
         ]
+    if numerics := _numerics(run):
+        blocks += [Heading("Numerics by layer"), numerics]
     if svg := plots.reward_plot(run):
         blocks += [
             Heading("Reinforcement learning"),
@@ -72,6 +75,15 @@ def _blocks(run: RunFolder, about: dict[str, Any], notes: Sequence[str]) -> list
         blocks += _deltas(run, reference)
     blocks += [Heading("How it was run"), Table(_about_table(about))]
     return blocks
+
+
+def _numerics(run: RunFolder) -> Plot | None:
+    """Return the picture of the last stage of the first arm that logged `NumericsMonitor`."""
+    for arm in run.arms:
+        for stage in reversed(run.stages):
+            if svg := numerics_plot(run.curves.get((arm, stage), {})):
+                return Plot(svg, f"{arm}, {stage}, the last observation.")
+    return None
 
 
 def _summary(run: RunFolder) -> list[list[str]]:

@@ -230,3 +230,19 @@ def standard_error(values: Sequence[float] | np.ndarray) -> float:
     """Return the standard error of the mean, from the sample variance; NaN for fewer than two values."""
     array = np.asarray(values, dtype=np.float64)
     return float(array.std(ddof=1) / math.sqrt(array.size)) if array.size > 1 else float("nan")
+
+
+def t_interval(values: Sequence[float] | np.ndarray, *, level: float = 0.95) -> tuple[float, float]:
+    """Return the t interval of the mean of independent normal `values`; NaN for fewer than two.
+
+    Args:
+        values: such as one difference a seed.
+        level: coverage, 0 to 1.
+    """
+    from scipy.stats import t
+
+    array = np.asarray(values, dtype=np.float64)
+    if array.size < 2:
+        return math.nan, math.nan
+    half = float(t.ppf((1 + level) / 2, array.size - 1)) * standard_error(array)
+    return float(array.mean() - half), float(array.mean() + half)

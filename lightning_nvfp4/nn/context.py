@@ -61,6 +61,7 @@ class NumericsContext:
             once reads them there, and a launch need not fill in one.
         te_layers: Transformer Engine's modules of the layers that run in it.
         weight_cache: while not ``None``, quantized forward weights by (layer, operand); see `cached_weights`.
+        observer: while not ``None``, is shown the operands of every layer; see `nn.observer.Observer`.
     """
 
     step_seed: int = 0
@@ -70,6 +71,7 @@ class NumericsContext:
     weights: WeightCache = field(default_factory=WeightCache)
     te_layers: Layers = field(default_factory=Layers)
     weight_cache: dict[int, tuple[Tensor, Tensor | None]] | None = None
+    observer: Any = None
     step: tuple[int, ...] | None = None
     num_layers: int = 0
     seeds: Tensor | None = None

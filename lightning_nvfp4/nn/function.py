@@ -17,6 +17,7 @@ from torch.torch_version import TorchVersion
 from lightning_nvfp4.formats.rounding import STOCHASTIC
 from lightning_nvfp4.nn.context import LayerNumerics
 from lightning_nvfp4.nn.operands import Operand, along_features, along_tokens, operand_dtype, per_expert_scales
+from lightning_nvfp4.nn.saved import load, save
 from lightning_nvfp4.ops import (
     Groups,
     QuantizedTensor,
@@ -64,6 +65,22 @@ def grouped_linear(
         (R, N) of `out_dtype`. Gradients: of x in x's dtype, of w and bias in theirs, accumulated in FP32.
     """
     groups = Groups.of(counts)
+    y_RN = _grouped_linear(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype, codes, segments)
+    if numerics.context.observer is not None:
+        numerics.context.observer.watch(x_RK if codes is None else None, w_ENK, y_RN, groups, numerics)
+    return y_RN
+
+
+def _grouped_linear(
+    x_RK: Tensor,
+    w_ENK: Tensor,
+    bias_EN: Tensor | None,
+    groups: Groups,
+    numerics: LayerNumerics,
+    out_dtype: torch.dtype,
+    codes: QuantizedTensor | None,
+    segments: Segments | None,
+) -> Tensor:
     if numerics.native and codes is None and segments is None and _is_native(x_RK, numerics):
         return _native(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype)
     if torch.is_grad_enabled() and (x_RK.requires_grad or w_ENK.requires_grad):
@@ -125,7 +142,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.saved_forward_input = x_codes is not None
         ctx.x_dtype, ctx.w_dtype = x_RK.dtype, w_ENK.dtype
         ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
-        _save(ctx, saved_x, w_ENK if w_codes is None else w_codes)
+        save(ctx, saved_x, w_ENK if w_codes is None else w_codes)
         return y
 
     @staticmethod
@@ -133,7 +150,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (dy_RN,) = grad_outputs
         gemm, groups, numerics, seeds = ctx.gemm, ctx.groups, ctx.numerics, ctx.step_seeds
-        saved_x, saved_w = _load(ctx)
+        saved_x, saved_w = load(ctx)
         dx = dw = dbias = None
         with torch.autocast(dy_RN.device.type, enabled=False):
             dy_RN = dy_RN.to(torch.bfloat16)
@@ -367,27 +384,3 @@ def _bias_grad(dy_RN: Tensor, groups: Groups, backend: str) -> Tensor:
         return dy_RN.sum(0, dtype=torch.float32).unsqueeze(0)
     ones = torch.ones(len(dy_RN), 1, dtype=operand_dtype(dy_RN), device=dy_RN.device)
     return tokens_matmul(dy_RN.to(ones.dtype), ones, groups, backend=backend).squeeze(-1)
-
-
-def _save(ctx: Any, *values: QuantizedTensor | Tensor | None) -> None:
-    """Hand every tensor to autograd, so that saved-tensor hooks (recompute, offload) see packed codes and scales."""
-    layout, tensors = [], []
-    for value in values:
-        if isinstance(value, QuantizedTensor):
-            parts = value.tensors()
-            layout.append((value.meta, len(parts)))
-            tensors.extend(parts)
-        else:
-            layout.append((None, 1))
-            tensors.append(value)
-    ctx.layout = layout
-    ctx.save_for_backward(*tensors)
-
-
-def _load(ctx: Any) -> list[Any]:
-    saved, values, start = ctx.saved_tensors, [], 0
-    for meta, count in ctx.layout:
-        parts = saved[start : start + count]
-        values.append(parts[0] if meta is None else QuantizedTensor.from_tensors(meta, parts))
-        start += count
-    return values

@@ -11,9 +11,9 @@ from lightning_nvfp4.errors import UserError
 EXACT = {"gemms": {role: {} for role in ("experts", "mlp", "linear")}}
 
 
-def fit(steps, precision, callbacks=(), ckpt=None):
+def fit(steps, precision, callbacks=(), ckpt=None, **arguments):
     module = UserModule(tiny_model())
-    trainer = quiet_trainer(steps, precision=precision, callbacks=list(callbacks))
+    trainer = quiet_trainer(steps, precision=precision, callbacks=list(callbacks), **arguments)
     trainer.fit(module, loader(), ckpt_path=ckpt, weights_only=True if ckpt else None)
     return module, trainer
 
@@ -45,6 +45,36 @@ def test_schedule_refuses_values_out_of_range(value):
 def test_schedule_needs_a_block_scaled_precision():
     with pytest.raises(UserError, match="bf16-mixed"):
         fit(1, "bf16-mixed", [PrecisionSchedule()])
+
+
+@pytest.mark.parametrize("at", [{"forward_at": 0.5}, {"forward_at": None, "backward_at": 0.5}])
+def test_a_share_of_epochs_is_that_of_their_steps(at):
+    """Two epochs of four batches, two to a step: four steps, and the switch is at the third."""
+    of_steps, _ = fit(4, "nvfp4-hybrid", [PrecisionSchedule(**at)], accumulate_grad_batches=2)
+    of_epochs = UserModule(tiny_model())
+    trainer = quiet_trainer(
+        -1, precision="nvfp4-hybrid", callbacks=[PrecisionSchedule(**at)], max_epochs=2, accumulate_grad_batches=2
+    )
+    trainer.limit_train_batches = 4
+    trainer.fit(of_epochs, loader())
+    assert trainer.global_step == 4 and of_epochs.losses == of_steps.losses
+
+
+@pytest.mark.parametrize("max_epochs, data", [(-1, loader()), (1, (batch for batch in loader()))])
+def test_a_share_of_a_run_without_an_end_is_refused_before_the_first_step(max_epochs, data):
+    module = UserModule(tiny_model())
+    trainer = quiet_trainer(-1, precision="mxfp8", callbacks=[PrecisionSchedule(0.5)], max_epochs=max_epochs)
+    with pytest.raises(UserError, match=r"0\.5.*max_steps"):
+        trainer.fit(module, data)
+    assert not module.losses
+
+
+def test_a_step_of_an_endless_run_needs_no_length():
+    module = UserModule(tiny_model())
+    trainer = quiet_trainer(-1, precision="mxfp8", callbacks=[PrecisionSchedule(1)], max_epochs=1)
+    trainer.limit_train_batches = 2
+    trainer.fit(module, loader())
+    assert module.losses == fit(2, "mxfp8", [PrecisionSchedule(1)])[0].losses
 
 
 class Poisoned(UserModule):

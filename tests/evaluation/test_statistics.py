@@ -18,6 +18,7 @@ from lightning_nvfp4.evaluation.statistics import (
     proportions_interval,
     sign_flip,
     standard_error,
+    t_interval,
 )
 
 
@@ -180,3 +181,8 @@ def test_over_seeds_of_equal_seeds() -> None:
     assert (same.delta, same.low, same.high, same.p) == (0.0, 0.0, 0.0, 1.0)
     with pytest.raises(ValueError, match="three seeds"):
         over_seeds(values[:1], values[:1])
+
+
+def test_a_t_interval_is_that_of_the_tables_and_needs_two_values():
+    assert all(math.isnan(end) for end in t_interval([1.0]))
+    assert t_interval([1.0, 3.0]) == pytest.approx((2 - 12.706205, 2 + 12.706205), rel=1e-6)

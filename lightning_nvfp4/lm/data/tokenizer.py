@@ -59,6 +59,11 @@ def embedded_tokenizer() -> PreTrainedTokenizerFast:
     except Exception:  # absent, unreadable or damaged: the cache can always be made again
         trained = train_tokenizer(texts)
         _write_cache(file, trained.to_str())
+    return with_chat_tokens(trained)
+
+
+def with_chat_tokens(trained: Tokenizer) -> PreTrainedTokenizerFast:
+    """Return what `train_tokenizer` trained as transformers takes it, with its special tokens and chat template."""
     return PreTrainedTokenizerFast(
         tokenizer_object=trained,
         eos_token=EOS,
@@ -69,7 +74,7 @@ def embedded_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def train_tokenizer(texts: list[str]) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocabulary_size: int = VOCABULARY_SIZE) -> Tokenizer:
     """Train the byte-level BPE on `texts`: a pure function of them, whatever the number of threads."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -77,7 +82,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=vocabulary_size,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
