@@ -34,6 +34,7 @@ def same(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, weights[f"model.{name}"]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_lightning_checkpoints(sharded: bool, weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
