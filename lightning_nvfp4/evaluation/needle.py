@@ -42,7 +42,9 @@ def needle_documents(grid: Any, where: str, *, seed: int, count: int) -> list[di
     for name in grid:
         if name not in _FIELDS:
             raise unknown(f"{where}: needle field", name, _FIELDS)
-    words, depths, distractors = grid.get("words"), grid.get("depths"), grid.get("distractors", 0)
+    words: Any = grid.get("words")
+    depths: Any = grid.get("depths")
+    distractors: Any = grid.get("distractors", 0)
     for name, values, least, most in (("words", words, 50, 10**7), ("depths", depths, 0, 100)):
         if (
             not isinstance(values, list)
