@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_nvfp4.errors import UserError, unknown
 from lightning_nvfp4.evaluation.articles import read_articles
+from lightning_nvfp4.evaluation.needle import needle_documents
 from lightning_nvfp4.lm.data.embedded import eval_documents
 from lightning_nvfp4.lm.data.readers import JsonLinesReader
 
@@ -24,14 +25,15 @@ def load_documents(
     """Return the splits `test` and, where the source has one, `fewshot`.
 
     Args:
-        source: ``{"embedded": task}``; ``{"articles": path}`` of a WikiText file; ``{"hub": owner/name,
+        source: ``{"embedded": task}``; ``{"needle": grid}``, see `needle_documents`;
+            ``{"articles": path}`` of a WikiText file; ``{"hub": owner/name,
             "name": configuration, "split": split}`` of the Hugging Face hub or its cache, where `fewshot` is such a
             mapping too; or ``{"test": path, "fewshot": path}`` of JSON Lines, `.jsonl` or `.jsonl.gz`. Paths are
             relative to `data_dir`; wildcards are allowed. `where` and `fewshot_where` (default: `where`) map fields to
             the value, or the list of values, of the rows to keep.
         where: the definition's name, for messages.
-        seed: of embedded documents.
-        count: embedded documents to draw; None = 200.
+        seed: of documents that are made here.
+        count: embedded documents to draw (None = 200), or needles for each cell (None = 10).
         data_dir: folder of the files.
 
     Raises:
@@ -39,6 +41,8 @@ def load_documents(
     """
     if "embedded" in source:
         return {"test": eval_documents(source["embedded"], seed, count or 200)}
+    if "needle" in source:
+        return {"test": needle_documents(source["needle"], where, seed=seed, count=count or 10)}
     if "articles" in source and len(source) == 1:
         paths = _paths(source["articles"], where, Path(data_dir))
         return {"test": [row for path in paths for row in read_articles(path)]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,9 @@ def _lightning(path: Path) -> PreTrainedModel:
 def _sharded_weights(path: Path, model: PreTrainedModel) -> dict[str, Tensor]:
     state: dict[str, Any] = {"state_dict": {_PREFIX + name: value for name, value in model.state_dict().items()}}
     try:
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each process reads for itself
+            dcp.load(state, checkpoint_id=path, no_dist=True)
     except Exception as error:  # torch raises whatever a damaged file makes it raise
         reason = " ".join(str(error).split())[-400:]
         raise UserError(f"checkpoint {str(path)!r}: its shards cannot be read: {reason}") from error

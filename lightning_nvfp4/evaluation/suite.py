@@ -19,7 +19,7 @@ class TaskSpec:
     Attributes:
         definition: YAML file relative to the suite's file.
         stock: name of a task or group of lm-evaluation-harness.
-        count: documents to draw (embedded documents only).
+        count: documents to draw (those that are made here only).
         limit: score this many documents only: the first, of each part alike where the task has parts.
         fewshot: examples before each question; None = the definition's own.
         chat_template: overrides the suite's.
