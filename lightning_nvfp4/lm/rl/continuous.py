@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.lm.hf_model import router_options
 from lightning_nvfp4.lm.rl.rollout import Rollout, check_prompts, from_completions, is_sharded
 from lightning_nvfp4.nn.inference import cached_weights
+
+_PAGE = 64
+_TOKENS_AT_ONCE = 2048
 
 
 class ContinuousEngine:
@@ -53,9 +58,15 @@ class ContinuousEngine:
             eos_token_id=list(stop_ids) or None,
             pad_token_id=pad_id,
         )
-        # Graphs would be captured anew in every step, and grouped experts have sizes of their own in every one.
+        pages = -(-(input_ids.shape[1] + max_new_tokens) // _PAGE) + 1
         batching = ContinuousBatchingConfig(
-            return_logprobs=True, use_cuda_graph=False, per_request_processors=False, auto_switch_to_flash=False
+            page_size=_PAGE,
+            num_blocks=pages * len(prompts),  # left to itself, the cache takes all the memory that is free
+            max_batch_tokens=max(_TOKENS_AT_ONCE, len(prompts)),
+            return_logprobs=True,
+            use_cuda_graph=False,  # one would be captured anew in every step; grouped experts cannot be
+            per_request_processors=False,
+            auto_switch_to_flash=False,
         )
         devices = [input_ids.device] if input_ids.is_cuda else []
         with _generating(model), cached_weights(model), torch.random.fork_rng(devices=devices):
@@ -79,12 +90,16 @@ class ContinuousEngine:
 def _generating(model: PreTrainedModel) -> Any:
     """Evaluation mode, the caller's autocast in the scheduler's thread, and the attention as it was on exit."""
     device = model.device.type
-    autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    autocast = torch.autocast(device, dtype, enabled, torch.is_autocast_cache_enabled())
     training, attention = model.training, model.config._attn_implementation
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        cache = kwargs["cache"]
+        if "update" not in vars(cache):
+            cache.update = partial(_update, cache.update, model.dtype)
         with autocast:
-            return type(model).forward(model, *args, **kwargs)
+            return type(model).forward(model, *args, **kwargs, **router_options(model, load_balance=False))
 
     model.eval()
     model.forward = forward  # type: ignore[method-assign]
@@ -95,3 +110,8 @@ def _generating(model: PreTrainedModel) -> Any:
         model.set_attn_implementation(attention)
         model.train(training)
         torch.clear_autocast_cache()
+
+
+def _update(update: Any, dtype: torch.dtype, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Write to a paged cache, which has the parameters' dtype, what autocast made; exact, as FP32 holds BF16."""
+    return update(keys.to(dtype), values.to(dtype), *args, **kwargs)
