@@ -3,11 +3,11 @@
     python benchmarks/rl_compare.py --out runs/rl-compare --workers 2
     python benchmarks/rl_compare.py --out runs/rl-gsm8k --gsm8k gsm8k/train.jsonl SmolLM2-135M-Instruct
 
-Without `--gsm8k`: the embedded word problems (exact answers; no code is run), starting from `--start`, or from the shipped
-recipes pretrain, decay and sft, run here once in the first arm's precision. A seed sets the order of the prompts and the
-sampling, and all arms of a seed meet the same prompts in the same order. Runs are `nvfp4 fit` with the shipped recipes,
-`--workers` of them at a time. Started again, the driver continues every run at its last checkpoint; `--minutes` stops it
-before a limit. It then writes, from what there is: curves.csv, curves.png and report.md.
+Without `--gsm8k`: the embedded word problems (exact answers; no code is run), starting from `--start`, or from the
+shipped recipes pretrain, decay and sft, run here once in the first arm's precision. A seed sets the order of the
+prompts and the sampling, and all arms of a seed meet the same prompts in the same order. Runs are `nvfp4 fit` with the
+shipped recipes, `--workers` of them at a time. Started again, the driver continues every run at its last checkpoint;
+`--minutes` stops it before a limit. It then writes, from what there is: curves.csv, curves.png and report.md.
 
 Final reward: mean of the last `--final` steps; start: step 0, sampled before any update. The interval is Student's for
 the differences paired by seed; Welch's, which ignores the pairing, stands beside it.
@@ -243,15 +243,18 @@ def report(runs: list[Run], arguments: argparse.Namespace) -> int:
         writer.writeheader()
         writer.writerows(rows)
     plot(runs, arguments)
+    subject = "GSM8K" if arguments.gsm8k else "embedded word problems"
+    device = hardware("cuda" if torch.cuda.is_available() else "cpu")
+    columns = "arm, seed, steps, start, final, gain, logp_diff: mean (max), routing agreement, rollout share, s a step"
     lines = [
-        f"# RL {'on GSM8K' if arguments.gsm8k else 'on embedded word problems'}: {' against '.join(reversed(arguments.arms))}",
+        f"# RL on {subject}: {' against '.join(reversed(arguments.arms))}",
         "",
-        f"{datetime.now(UTC):%Y-%m-%d}, {hardware('cuda' if torch.cuda.is_available() else 'cpu')}, torch {torch.__version__}. "
-        f"Final reward: mean of the last {arguments.final} steps; start: step 0. "
-        f"Seeds {', '.join(map(str, arguments.seeds))}. Command: `{' '.join(['benchmarks/rl_compare.py', *sys.argv[1:]])}`",
+        f"{datetime.now(UTC):%Y-%m-%d}, {device}, torch {torch.__version__}. Final reward: mean of the last "
+        f"{arguments.final} steps; start: step 0. Seeds {', '.join(map(str, arguments.seeds))}. "
+        f"Command: `benchmarks/rl_compare.py {' '.join(sys.argv[1:])}`",
         "",
-        "| arm | seed | steps | start | final | gain | logp_diff, mean (max) | routing agreement | rollout share | s a step |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        f"| {columns.replace(', ', ' | ')} |",
+        "|---" * len(columns.split(", ")) + "|",
     ]
     finals: dict[str, dict[int, tuple[float, float]]] = {arm: {} for arm in arguments.arms}
     for run in runs:
@@ -264,8 +267,9 @@ def report(runs: list[Run], arguments: argparse.Namespace) -> int:
             finals[run.arm][run.seed] = begin, end
         gaps = [float(row["logp_diff"]) for row in mine]
         lines.append(
-            f"| {Path(run.arm).stem} | {run.seed} | {len(mine)}{'' if run.done else ', unfinished'} | {begin:.3f} | {end:.3f} "
-            f"| {end - begin:+.3f} | {fmean(gaps):.4f} ({max(gaps):.4f}) | {mean_of(mine, 'routing_agreement')} "
+            f"| {Path(run.arm).stem} | {run.seed} | {len(mine)}{'' if run.done else ', unfinished'} | {begin:.3f} "
+            f"| {end:.3f} | {end - begin:+.3f} | {fmean(gaps):.4f} ({max(gaps):.4f}) "
+            f"| {mean_of(mine, 'routing_agreement')} "
             f"| {mean_of(mine, 'time_rollout_share')} | {mean_of(mine, 'time_step')} |"
         )
     for arm in arguments.arms[1:]:

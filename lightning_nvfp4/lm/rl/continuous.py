@@ -92,7 +92,7 @@ def _generating(model: PreTrainedModel) -> Any:
     device = model.device.type
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
     autocast = torch.autocast(device, dtype, enabled, torch.is_autocast_cache_enabled())
-    training, attention = model.training, model.config._attn_implementation
+    training, attention = model.training, str(model.config._attn_implementation)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache = kwargs["cache"]

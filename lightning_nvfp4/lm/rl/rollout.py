@@ -49,8 +49,11 @@ class Rollout:
 
     def rows(self, index: Tensor) -> Rollout:
         """The rows of `index`, an int64 vector."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Rollout(**{name: None if value is None else value[index] for name, value in values.items()})
+        taken: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            taken[field.name] = None if value is None else value[index]
+        return Rollout(**taken)
 
     @property
     def completions(self) -> Tensor:
