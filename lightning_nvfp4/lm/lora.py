@@ -1,7 +1,7 @@
 """Low-rank adapters by peft: injected in place, saved in peft's format, merged for the export.
 
-The weights that a run starts from are frozen and run in the preset's numerics; the adapters stay in high precision, with
-FP32 masters as everything that is trained.
+The weights that a run starts from are frozen and run in the preset's numerics; the adapters stay in high precision,
+with FP32 masters as everything that is trained.
 """
 
 from __future__ import annotations
