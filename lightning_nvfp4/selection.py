@@ -26,6 +26,7 @@ _ROUTER = re.compile(r"(^|\.)(gate|router|wg)$")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier|output_projection)$")
 _STATE_SPACE = re.compile(r"(^|\.)(dt_proj|x_proj)$")
 _MLP = re.compile(r"(^|\.)(mlp|feed_forward|ffn|fc1|fc2)(\.|$)")
+_ADAPTER = re.compile(r"\.lora_[AB]\.\w+$")  # PEFT's names
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)$")  # by PEFT, under the name it replaces
 _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
@@ -126,6 +127,8 @@ def _decide(
     for rule in recipe.rules:
         if fnmatch.fnmatchcase(path, rule.match):
             return rule.use, f"rule {rule.match!r}"
+    if _ADAPTER.search(path):
+        return "keep", "low-rank adapter"
     block = _block(model, path)
     if block is not None:
         index, depth = block

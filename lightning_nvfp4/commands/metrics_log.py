@@ -16,7 +16,8 @@ class RunCSVLogger(CSVLogger):
     """Writes `save_dir/metrics.csv`, flushed every `flush_logs_every_n_steps` steps.
 
     Rows of an earlier process are kept up to the first step logged anew: the steps since the last checkpoint are taken
-    again by a resumed run, and their old rows would appear twice.
+    again by a resumed run, and their old rows would appear twice. Wall times (metrics `time/...`) go to `timings.csv`,
+    so that a resumed run leaves the same `metrics.csv` as one that was not killed.
     """
 
     def __init__(self, save_dir: str | Path, flush_logs_every_n_steps: int = 1) -> None:
@@ -31,7 +32,7 @@ class RunCSVLogger(CSVLogger):
         return self._experiment
 
 
-class _Writer(ExperimentWriter):
+class _Table(ExperimentWriter):
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir=log_dir)
         self._resumed = False
@@ -65,3 +66,27 @@ class _Writer(ExperimentWriter):
             writer.writeheader()
             writer.writerows(kept)
         os.replace(temporary, path)
+
+
+class _Timings(_Table):
+    NAME_METRICS_FILE = "timings.csv"
+
+
+class _Writer(_Table):
+    """`metrics.csv`, and beside it `timings.csv` with what begins in `time/`."""
+
+    def __init__(self, log_dir: str) -> None:
+        super().__init__(log_dir)
+        self._timings = _Timings(log_dir)
+
+    def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
+        """Buffer one row of each file that has something to say."""
+        for table, timed in ((super(), False), (self._timings, True)):
+            chosen = {name: value for name, value in metrics_dict.items() if name.startswith("time/") is timed}
+            if chosen.keys() - {"epoch"}:
+                table.log_metrics(chosen, step)
+
+    def save(self) -> None:
+        """Write what is buffered."""
+        super().save()
+        self._timings.save()

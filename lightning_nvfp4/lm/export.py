@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.errors import UserError, unknown
+from lightning_nvfp4.lm.lora import has_adapters, merged, save_adapter
 from lightning_nvfp4.lm.stop_tokens import stop_token_ids
 
 log = logging.getLogger(__name__)
@@ -29,13 +30,18 @@ class HFExport(Callback):
 
     The folder holds FP32 safetensors in the layout of the published model, `config.json` and `generation_config.json`
     (stop and padding tokens of the tokenizer), and the datamodule's tokenizer with its chat template; `transformers`
-    loads it without this package. It is written beside the target and swapped in whole.
+    loads it without this package. It is written beside the target and swapped in whole. Low-rank adapters are merged
+    into it, and left on their own in `<default_root_dir>/adapter/`, as peft loads them.
 
     Args:
         folder: name of the folder under the trainer's `default_root_dir`.
+        weights: `last`, or `best`: those of the checkpoint that a `ModelCheckpoint` with a monitor found best.
     """
 
-    def __init__(self, folder: str = "hf") -> None:
+    def __init__(self, folder: str = "hf", weights: Literal["last", "best"] = "last") -> None:
+        if weights not in ("last", "best"):
+            raise unknown("weights", weights, ("last", "best"))
+        self.weights = weights
         if folder in ("", "..") or Path(folder).name != folder:
             raise UserError(f"folder is {folder!r}: give the name of one folder under default_root_dir, such as hf.")
         self.folder = folder
@@ -47,12 +53,32 @@ class HFExport(Callback):
         model = getattr(pl_module, "network", None)
         if not isinstance(model, PreTrainedModel):
             raise UserError(f"HFExport exports a CausalLM; the fitted module is a {type(pl_module).__name__}.")
+        if self.weights == "best":
+            _load_best(trainer, pl_module)
         weights = gather_weights(model)
+        lora = getattr(pl_module, "lora", None)
         if trainer.is_global_zero:
             target = Path(trainer.default_root_dir) / self.folder
+            if lora is not None and has_adapters(weights):
+                base = getattr(pl_module, "pretrained", None)
+                save_adapter(model, weights, lora, base, target.with_name("adapter"))
+                weights = merged(weights, lora)
             export(model, weights, target, getattr(getattr(trainer, "datamodule", None), "tokenizer", None))
             log.info("Exported the model to %s", target)
         trainer.strategy.barrier("HFExport")
+
+
+def _load_best(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Give the module the weights of the best checkpoint."""
+    found = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "monitor", None)]
+    path = next((str(best) for callback in found if (best := getattr(callback, "best_model_path", ""))), None)
+    if path is None:
+        raise UserError(
+            "HFExport.weights is best, and no checkpoint was monitored: add a ModelCheckpoint with monitor: val/loss "
+            "and save_top_k: 1, or set weights to last."
+        )
+    checkpoint = trainer.strategy.load_checkpoint(path)
+    trainer.strategy.load_model_state_dict(checkpoint)
 
 
 def gather_weights(model: PreTrainedModel) -> dict[str, Tensor]:

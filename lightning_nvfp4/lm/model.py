@@ -19,6 +19,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.hf_model import build_config, build_model, load_model, router_options, text_config
+from lightning_nvfp4.lm.lora import LoraSettings, inject, settings_dict
 from lightning_nvfp4.lm.optim import (
     OptimizerConfig,
     ScheduleConfig,
@@ -54,6 +55,7 @@ class CausalLM(LightningModule):
         aux_loss_coef: weight of the router's load balance loss; default, the configuration's `router_aux_loss_coef`
             where its `output_router_logits` is set, else 0. An exported configuration does not set it (it is of no use
             outside training), so a later stage that wants the loss says so here.
+        lora: low-rank adapters to train in place of the weights, which are frozen; the export has them merged.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class CausalLM(LightningModule):
         schedule: ScheduleConfig = DEFAULT_SCHEDULE,
         seed: int = 0,
         aux_loss_coef: float | None = None,
+        lora: LoraSettings | None = None,
     ) -> None:
         super().__init__()
         if (model is None) == (pretrained is None):
@@ -83,9 +86,12 @@ class CausalLM(LightningModule):
         if aux_loss_coef is not None and not 0 <= aux_loss_coef < math.inf:
             raise UserError(f"aux_loss_coef is {aux_loss_coef}: it must be a number, not negative.")
         self.aux_loss_coef = aux_loss_coef
+        self.lora = None if lora is None else as_config(LoraSettings, lora, "lora")
         self.model: PreTrainedModel | None = None
         self.perplexity = Perplexity(ignore_index=IGNORED_LABEL)
-        self._store_hyperparameters(model=model, pretrained=pretrained, seed=seed, aux_loss_coef=aux_loss_coef)
+        self._store_hyperparameters(
+            model=model, pretrained=pretrained, seed=seed, aux_loss_coef=aux_loss_coef, lora=settings_dict(self.lora)
+        )
 
     def _store_hyperparameters(self, **settings: Any) -> None:
         """Keep the constructor's arguments as plain containers: a checkpoint is loaded with weights_only=True."""
@@ -112,6 +118,8 @@ class CausalLM(LightningModule):
         else:
             assert self.pretrained is not None
             self.model = load_model(self.pretrained)
+        if self.lora is not None:
+            inject(self.network, self.lora, self.seed)
         self.network.train()
         self._shard()
 

@@ -24,6 +24,9 @@ _OVERLAYS = {  # overlay folder or file -> the stages it is laid over
     "data/hub.yaml": ("pretrain", "decay"),
     "data/chat.yaml": ("sft",),
     "data/prompts.yaml": ("rl",),
+    "rl-gsm8k.yaml": ("rl",),
+    "lora.yaml": ("sft",),
+    "early-stop.yaml": ("sft",),
 }
 
 

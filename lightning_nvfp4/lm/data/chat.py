@@ -12,7 +12,7 @@ from lightning_nvfp4.lm.data.base import StreamDataModule, at_least
 from lightning_nvfp4.lm.data.conversations import Message, conversation, encode_conversation
 from lightning_nvfp4.lm.data.loader import Batch, Examples
 from lightning_nvfp4.lm.data.notices import Notice
-from lightning_nvfp4.lm.data.packing import IGNORED, row_examples
+from lightning_nvfp4.lm.data.packing import IGNORED, collate_packs, pack_examples, row_examples
 from lightning_nvfp4.lm.data.readers import Row
 from lightning_nvfp4.lm.data.sources import Shard
 from lightning_nvfp4.lm.data.stream import Position, RowStream
@@ -28,6 +28,9 @@ class ChatData(StreamDataModule):
     turns, the token that ends the turn included, and -100 elsewhere. A conversation longer than `max_length` is cut;
     one whose answers are cut off whole is left out; both are counted in the log.
 
+    With `packing`, a row holds as many whole conversations as fit into `max_length` tokens, none of which attends to
+    another; batches are then `{"input_ids", "labels", "position_ids"}`, int64 of shape (batch_size, max_length).
+
     Order, ranks and resuming are those of `TextData`.
 
     Args:
@@ -36,10 +39,11 @@ class ChatData(StreamDataModule):
         val_path: The same for validation; `embedded` has its own, files have none without it.
         tokenizer: As for `TextData`; it needs a chat template.
         max_length: The most tokens of a conversation.
-        batch_size: Conversations of a batch of one rank.
+        batch_size: Conversations, or rows of packed ones, of a batch of one rank.
         val_batches: The most validation batches, over all ranks; null for all, 0 for none.
         seed: Seeds the order, and the embedded conversations.
         num_conversations: Conversations of a pass over the embedded data.
+        packing: Put several conversations into a row. For models whose layers see other tokens by attention alone.
         shuffle_rows: Rows that are held in memory and shuffled together.
         batches_per_epoch: What Lightning counts as an epoch; null for the whole run.
         num_workers: 0, or 1 to prepare batches in a background thread.
@@ -57,6 +61,7 @@ class ChatData(StreamDataModule):
         val_batches: int | None = 8,
         seed: int = 0,
         num_conversations: int = 4_000,
+        packing: bool = False,
         shuffle_rows: int = 10_000,
         batches_per_epoch: int | None = None,
         num_workers: int = 0,
@@ -74,6 +79,7 @@ class ChatData(StreamDataModule):
         )
         self.max_length = at_least("data.max_length", max_length, 2)
         self.num_conversations = at_least("data.num_conversations", num_conversations, 1)
+        self.packing = packing
         self._cut = Notice(f"conversations cut at data.max_length={max_length} tokens")
         self._dropped = Notice(f"conversations left out, no answer within data.max_length={max_length} tokens")
 
@@ -99,7 +105,8 @@ class ChatData(StreamDataModule):
         )
 
         def examples(position: Position | None) -> Iterator[tuple[Any, Position]]:
-            return row_examples(rows, self._encode, position, lost=lost)
+            conversations = row_examples(rows, self._encode, position, lost=lost)
+            return pack_examples(conversations, self.max_length) if self.packing else conversations
 
         return examples
 
@@ -116,6 +123,10 @@ class ChatData(StreamDataModule):
 
     @override
     def collate(self, examples: list[Any]) -> Batch:
+        if self.packing:
+            pad = self.tokenizer.pad_token_id
+            assert isinstance(pad, int)
+            return collate_packs(examples, self.max_length, pad)
         longest = max(len(tokens) for tokens, _ in examples)
         width = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         pad = self.tokenizer.pad_token_id

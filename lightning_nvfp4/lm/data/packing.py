@@ -75,6 +75,53 @@ def row_examples(
         raise UserError(lost)
 
 
+Labelled = tuple[list[int], list[int]]
+"""Tokens and labels of one document."""
+
+
+def pack_examples(
+    examples: Iterator[tuple[Labelled, Position]], length: int
+) -> Iterator[tuple[list[Labelled], Position]]:
+    """Yield lists of whole documents that fit into `length` tokens together, and the position after their last one.
+
+    A document goes into the list that is open; the first one that does not fit begins the next. None is cut, so none
+    may be longer than `length`.
+    """
+    pack: list[Labelled] = []
+    room, after = length, None
+    for document, position in examples:
+        if pack and len(document[0]) > room:
+            assert after is not None
+            yield pack, after
+            pack, room = [], length
+        pack.append(document)
+        room -= len(document[0])
+        after = position
+    if pack and after is not None:
+        yield pack, after
+
+
+def collate_packs(packs: list[list[Labelled]], length: int, fill: int) -> dict[str, Tensor]:
+    """Return `input_ids`, `labels` and `position_ids`, int64 of shape (B, length).
+
+    Positions begin at 0 in every document, from which Hugging Face's models see, without an attention mask, that no
+    document attends to another. No document predicts the first token of the next. The fill is a document of its own.
+    """
+    input_ids = torch.full((len(packs), length), fill, dtype=torch.int64)
+    labels = torch.full_like(input_ids, IGNORED)
+    position_ids = torch.zeros_like(input_ids)
+    for row, pack in enumerate(packs):
+        start = 0
+        for tokens, targets in pack:
+            end = start + len(tokens)
+            input_ids[row, start:end] = torch.tensor(tokens)
+            labels[row, start + 1 : end] = torch.tensor(targets[1:], dtype=torch.int64)
+            position_ids[row, start:end] = torch.arange(len(tokens))
+            start = end
+        position_ids[row, start:] = torch.arange(length - start)
+    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+
+
 def collate_sequences(sequences: list[list[int]], sequence_length: int, fill: int) -> dict[str, Tensor]:
     """Return `input_ids` and `labels`, both int64 of shape (B, L); a short sequence is filled, its fill ignored.
 

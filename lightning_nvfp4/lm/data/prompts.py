@@ -20,7 +20,7 @@ from lightning_nvfp4.lm.data.stream import Position, RowStream
 
 Prompt = tuple[list[Message], dict[str, Any]]
 
-_REFERENCE_FIELDS = {"exact": ("answer",), "code": ("entry_point", "tests")}
+_REFERENCE_FIELDS = {"exact": ("answer",), "gsm8k": ("answer",), "code": ("entry_point", "tests")}
 _FINAL_ANSWER = "####"
 _SHAPES = (
     '{"messages" or "prompt", "reference": {"kind": "exact", "answer"} or {"kind": "code", "entry_point", "tests"}}, '
@@ -37,6 +37,9 @@ class PromptData(StreamDataModule):
     ..."}`; further fields of a row's reference are passed on. Prompts are rendered with the tokenizer's chat template
     up to where the assistant begins. A prompt longer than `max_prompt_length` is left out and counted in the log.
 
+    A row's difficulty is its reference's number `difficulty`, or the row's own; of rows with a worked answer, such as
+    GSM8K's, the lines of working; else the characters of the prompt.
+
     Order, ranks and resuming are those of `TextData`; there is no validation.
 
     Args:
@@ -48,6 +51,8 @@ class PromptData(StreamDataModule):
         max_prompt_length: The most tokens of a prompt.
         seed: Seeds the order, and the embedded prompts.
         num_prompts: Prompts of a pass over the embedded data.
+        system: A system message to put before every prompt that has none.
+        curriculum: 0 shuffles, 1 goes from the easiest to the hardest prompt of each `shuffle_rows`; between them both.
         shuffle_rows: Rows that are held in memory and shuffled together.
         batches_per_epoch: What Lightning counts as an epoch; null for the whole run.
         num_workers: 0, or 1 to prepare batches in a background thread.
@@ -63,6 +68,8 @@ class PromptData(StreamDataModule):
         max_prompt_length: int = 192,
         seed: int = 0,
         num_prompts: int = 4_000,
+        system: str | None = None,
+        curriculum: float = 0.0,
         shuffle_rows: int = 10_000,
         batches_per_epoch: int | None = None,
         num_workers: int = 0,
@@ -81,6 +88,10 @@ class PromptData(StreamDataModule):
         self.prompts_per_step = prompts_per_step
         self.max_prompt_length = at_least("data.max_prompt_length", max_prompt_length, 1)
         self.num_prompts = at_least("data.num_prompts", num_prompts, 1)
+        self.system = system
+        if not 0 <= curriculum <= 1:
+            raise UserError(f"data.curriculum={curriculum!r} must be from 0, any order, to 1, the easiest first.")
+        self.curriculum = curriculum
         self._dropped = Notice(f"prompts left out, longer than data.max_prompt_length={max_prompt_length} tokens")
 
     @override
@@ -94,8 +105,21 @@ class PromptData(StreamDataModule):
         return (self.num_prompts,)
 
     @override
+    def _fingerprint(self, shards: list[Shard]) -> str:
+        order = super()._fingerprint(shards)
+        return f"{order} curriculum {self.curriculum}" if self.curriculum else order
+
+    @override
     def examples(self, shards: list[Shard], *, seed: int | None, shuffle_rows: int, repeat: bool) -> Examples:
-        rows = RowStream(shards, prompt_of_row, seed=seed, shuffle_rows=shuffle_rows, repeat=repeat)
+        rows = RowStream(
+            shards,
+            prompt_of_row,
+            seed=seed,
+            shuffle_rows=shuffle_rows,
+            repeat=repeat,
+            difficulty=_difficulty,
+            curriculum=self.curriculum,
+        )
         lost = (
             f"no prompt is left: all are longer than data.max_prompt_length={self.max_prompt_length} tokens. Raise it."
         )
@@ -107,6 +131,8 @@ class PromptData(StreamDataModule):
 
     def _encode(self, prompt: Prompt) -> tuple[list[int], dict[str, Any]] | None:
         messages, reference = prompt
+        if self.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
         try:
             encoding: Any = self.tokenizer.apply_chat_template(
                 messages, tokenize=True, add_generation_prompt=True, return_dict=True
@@ -154,14 +180,18 @@ def prompt_of_row(row: Row, where: str) -> Prompt:
 def _reference(row: Row, where: str) -> dict[str, Any]:
     if row.get("reference") is not None:
         reference = row["reference"]
+        if isinstance(reference, dict) and "difficulty" in row:
+            reference = {"difficulty": row["difficulty"], **reference}
     elif "entry_point" in row and ("test" in row or "tests" in row):
         reference = {"kind": "code", "entry_point": row["entry_point"], "tests": row.get("tests", row.get("test"))}
         if isinstance(row.get("prompt"), str):
             reference["prompt"] = row["prompt"]
     elif isinstance(row.get("answer"), str):
         # GSM8K's answers end in "#### 1,234"
-        answer = row["answer"].rpartition(_FINAL_ANSWER)[2].strip().replace(",", "")
-        reference = {"kind": "exact", "answer": answer}
+        working, _, answer = row["answer"].rpartition(_FINAL_ANSWER)
+        reference = {"kind": "exact", "answer": answer.strip().replace(",", "")}
+        if "difficulty" in row or working.strip():
+            reference["difficulty"] = row.get("difficulty", len(working.strip().splitlines()))
     else:
         raise _no_prompt(row, where)
     return _checked_reference(reference, where)
@@ -179,6 +209,16 @@ def _checked_reference(reference: Any, where: str) -> dict[str, Any]:
             raise UserError(f"{where}: a reference of kind {kind!r} needs the string {field!r}, found {value!r:.60}.")
     # a Parquet column of objects holds every field, those of the other kind being null
     return {name: value for name, value in reference.items() if value is not None}
+
+
+def _difficulty(prompt: Prompt) -> float:
+    messages, reference = prompt
+    value = reference.get("difficulty")
+    if value is None:
+        return float(sum(len(message["content"]) for message in messages))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"the difficulty {value!r:.60} of the prompt {messages!r:.200} must be a number.")
+    return float(value)
 
 
 def _no_prompt(row: Row, where: str) -> UserError:

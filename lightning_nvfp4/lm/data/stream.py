@@ -1,9 +1,9 @@
 """A row stream: shards read one after the other, shuffled in blocks, pass after pass, resumable at any row.
 
-Shuffling is a pure function of (seed, pass, block). In each pass the order of the shards is drawn anew; rows are read
-in that order into blocks of `shuffle_rows`, across the shards' ends, and each block is permuted. So a position is a
-handful of integers: the place where the block begins and how many of its rows are used up. Resuming reads that one
-block again and nothing before it.
+Shuffling, and the ordering by difficulty where there is one, is a pure function of (seed, pass, block). In each pass
+the order of the shards is drawn anew; rows are read in that order into blocks of `shuffle_rows`, across the shards'
+ends, and each block is permuted. So a position is a handful of integers: the place where the block begins and how many
+of its rows are used up. Resuming reads that one block again and nothing before it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class RowStream(Generic[Item]):
         seed: Seeds the order; the order of shards and rows is kept where it is None.
         shuffle_rows: Rows of a block, the memory that shuffling takes.
         repeat: Go on with another pass after the last row, for ever.
+        difficulty: Gives an item's difficulty, by which each block is ordered as far as `curriculum` says.
+        curriculum: 0 leaves the order to the seed, 1 goes from the easiest to the hardest item of each block; between
+            them an item's place is the weighted mean of its places in both orders.
     """
 
     def __init__(
@@ -58,12 +61,16 @@ class RowStream(Generic[Item]):
         seed: int | None,
         shuffle_rows: int,
         repeat: bool = True,
+        difficulty: Callable[[Item], float] | None = None,
+        curriculum: float = 0.0,
     ) -> None:
         self.shards = list(shards)
         self._read = read
         self._seed = seed
         self._shuffle_rows = shuffle_rows
         self._repeat = repeat
+        self._difficulty = difficulty if curriculum > 0 else None
+        self._curriculum = curriculum
 
     def blocks(self, position: Position | None = None) -> Iterator[Block[Item]]:
         """Yield blocks from a position on (None: from the beginning).
@@ -99,7 +106,12 @@ class RowStream(Generic[Item]):
     def _permuted(self, items: list[Item], epoch: int, number: int) -> list[Item]:
         if self._seed is None:
             return items
-        return [items[i] for i in self._permutation(len(items), epoch, _ROWS, number)]
+        shuffled = [items[i] for i in self._permutation(len(items), epoch, _ROWS, number)]
+        if self._difficulty is None:
+            return shuffled
+        easy_first = np.argsort([self._difficulty(item) for item in shuffled], kind="stable").argsort()
+        places = self._curriculum * easy_first + (1 - self._curriculum) * np.arange(len(shuffled))
+        return [shuffled[i] for i in np.argsort(places, kind="stable")]
 
     def _permutation(self, count: int, epoch: int, what: int, number: int) -> list[int]:
         assert self._seed is not None

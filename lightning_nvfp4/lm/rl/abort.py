@@ -21,7 +21,9 @@ class AbortThresholds:
     max_logp_diff: float | None = 0.5
     max_kl: float | None = None
     min_entropy: float | None = None
+    max_clip_share: float | None = None
     max_truncated_share: float | None = None
+    min_routing_agreement: float | None = None
     max_nonfinite_share: float | None = 0.1
 
     def check(self, metrics: Mapping[str, float], step: int) -> None:
@@ -34,8 +36,12 @@ class AbortThresholds:
         for field in dataclasses.fields(self):
             limit = getattr(self, field.name)
             kind, _, name = field.name.partition("_")
+            if limit is None:
+                continue
+            if name not in metrics:
+                raise UserError(f"abort.{field.name} is {limit:g}, and this run has no rl/{name}: set it to null.")
             value = metrics[name]
-            if limit is not None and (math.isnan(value) or (value > limit if kind == "max" else value < limit)):
+            if math.isnan(value) or (value > limit if kind == "max" else value < limit):
                 crossed.append(f"rl/{name} is {value:.4g}, abort.{field.name} is {limit:g}")
         if crossed:
             seen = ", ".join(f"rl/{name} {value:.4g}" for name, value in metrics.items())

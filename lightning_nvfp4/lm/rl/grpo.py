@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +15,47 @@ from transformers import PreTrainedModel
 
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.hf_model import router_options
-from lightning_nvfp4.lm.model import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULE, CausalLM
+from lightning_nvfp4.lm.model import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULE
 from lightning_nvfp4.lm.optim import OptimizerConfig, ScheduleConfig, as_config
 from lightning_nvfp4.lm.rl.abort import AbortThresholds
-from lightning_nvfp4.lm.rl.objective import group_advantages, grpo_objective, token_entropy, token_logps
-from lightning_nvfp4.lm.rl.rewards import RewardOptions, score_many
-from lightning_nvfp4.lm.rl.rollout import Rollout, rollout_generator, sample
+from lightning_nvfp4.lm.rl.engines import RolloutConfig, make_engine
+from lightning_nvfp4.lm.rl.experience import Reward, SamplingLM
+from lightning_nvfp4.lm.rl.objective import (
+    group_advantages,
+    grpo_objective,
+    token_entropy,
+    token_logps,
+)
+from lightning_nvfp4.lm.rl.reward_workers import RewardWorkers
+from lightning_nvfp4.lm.rl.rewards import BY_REFERENCE, RewardOptions, check_names
+from lightning_nvfp4.lm.rl.rollout import Rollout, rollout_generator
 from lightning_nvfp4.lm.rl.rollout_log import RolloutLog
-from lightning_nvfp4.lm.stop_tokens import stop_token_ids
+from lightning_nvfp4.lm.rl.routing import recorded_routing, routing_agreement
 
-Reward = Callable[[list[str], list[dict[str, Any]]], list[float]]
 # Completions logged of each prompt that is logged; a group has at least as many.
 _LOGGED_PER_PROMPT = 2
+# Stands in the place of a micro-batch in the seed of the minibatches' order.
+_SHUFFLE = 2**32 - 1
 
 
 DEFAULT_ABORT = AbortThresholds()
 DEFAULT_REWARD_OPTIONS = RewardOptions()
+DEFAULT_ROLLOUT = RolloutConfig()
 
 
-class GRPO(CausalLM):
+class GRPO(SamplingLM):
     """Group-relative policy optimisation of `self.model` on prompts with verifiable answers.
 
     Batches are `{"input_ids" (N, P), "attention_mask" (N, P), "references": list of N dicts}`, prompts padded on the
     left; the datamodule's tokenizer decodes. A step samples `group_size` completions of every prompt with the weights
     and numerics of training, scores them, and updates the policy on them. Logged, averaged over tokens where nothing
-    else is said: `rl/reward` and `rl/reward_std` (over completions), `rl/zero_variance_share` (groups that teach
-    nothing), `rl/kl` (k3 estimate of KL(rollout || trainer), the cost of differing numerics), `rl/logp_diff` (mean
-    absolute difference of the same log-probabilities), `rl/entropy` (nats), `rl/clip_share`, `rl/tis_capped_share`,
-    `rl/nonfinite_share`, `rl/length` (tokens) and `rl/truncated_share` (completions without a stop token).
+    else is said: `rl/reward` and `rl/reward_std` (over completions, before any resampling; with several rewards
+    `rl/reward_<name>` too), `rl/zero_variance_share` (groups that teach nothing), `rl/resampled_groups` (drawn again, a
+    step), `rl/kl` (k3 estimate of KL(rollout || trainer), the cost of differing numerics), `rl/logp_diff` (mean
+    absolute difference of the same log-probabilities), `rl/routing_agreement` (mixtures: share of tokens x layers whose
+    experts are the same in rollout and trainer), `rl/entropy` (nats), `rl/clip_share`, `rl/tis_capped_share`,
+    `rl/nonfinite_share`, `rl/length` (tokens) and `rl/truncated_share` (completions without a stop token). Wall times
+    are `time/step` (s) and the shares of it `time/rollout_share` and `time/reward_wait_share`.
 
     The router's load balance loss is off in RL (`aux_loss_coef = 0`): it would pull the policy on its own samples,
     rewarded or not, and routers hardly move at RL's learning rates. Training does with several updates a rollout
@@ -64,13 +77,19 @@ class GRPO(CausalLM):
             in high precision.
         scale_rewards: divide advantages by the group's standard deviation.
         mask_truncated: leave completions without a stop token out of the loss.
-        updates_per_rollout: optimizer steps on each batch of rollouts.
-        gradient_clip_val: norm bound for `updates_per_rollout` above 1, where the Trainer's own is not available.
+        updates_per_rollout: passes over each batch of rollouts.
+        minibatches: optimizer steps a pass, each on as many of the completions, in an order drawn anew for each pass.
+        gradient_clip_val: norm bound for several updates a rollout, where the Trainer's own is not available.
         aux_loss_coef: weight of the router's load balance loss.
         abort: values at which training stops.
-        reward: function of completions and references; default, `rewards.score_many`, which chooses by each
-            reference's `kind`.
-        reward_options: limits of the default reward where it runs code.
+        reward: function of completions and references, in place of `rewards`.
+        rewards: names of rewards and the weights with which they are added up; `reference` is the one that a prompt's
+            reference names by its `kind`, and the default.
+        reward_options: limits of the named rewards.
+        reward_workers: threads that compute the rewards of one batch of completions (see `rollout.batch_size`) while
+            the next is generated; 0 computes them in between.
+        resample_limit: how often groups whose rewards are all equal are drawn again, for lack of anything to learn.
+        rollout: how completions are sampled.
         log_prompts: prompts a step whose first completions go to `<default_root_dir>/rollouts.jsonl` (at most 16 MiB).
     """
 
@@ -91,11 +110,16 @@ class GRPO(CausalLM):
         scale_rewards: bool = True,
         mask_truncated: bool = False,
         updates_per_rollout: int = 1,
+        minibatches: int = 1,
         gradient_clip_val: float | None = None,
         aux_loss_coef: float = 0.0,
         abort: AbortThresholds = DEFAULT_ABORT,
         reward: Reward | None = None,
+        rewards: dict[str, float] | None = None,
         reward_options: RewardOptions = DEFAULT_REWARD_OPTIONS,
+        reward_workers: int = 0,
+        resample_limit: int = 0,
+        rollout: RolloutConfig = DEFAULT_ROLLOUT,
         log_prompts: int = 2,
     ) -> None:
         super().__init__(model, pretrained, optimizer, schedule, seed, aux_loss_coef)
@@ -111,15 +135,29 @@ class GRPO(CausalLM):
         self.scale_rewards = scale_rewards
         self.mask_truncated = mask_truncated
         self.updates_per_rollout = int(_at_least("updates_per_rollout", updates_per_rollout, 1))
-        self.automatic_optimization = self.updates_per_rollout == 1
+        self.minibatches = int(_at_least("minibatches", minibatches, 1))
+        self.automatic_optimization = self.updates_per_rollout * self.minibatches == 1
         if gradient_clip_val is not None and self.automatic_optimization:
             raise UserError(
-                "gradient_clip_val is for updates_per_rollout above 1; with one update set trainer.gradient_clip_val."
+                "gradient_clip_val is for updates_per_rollout or minibatches above 1; with one update set "
+                "trainer.gradient_clip_val."
             )
         self.gradient_clip_val = gradient_clip_val
         self.abort = as_config(AbortThresholds, abort, "abort")
         self.reward = reward
+        if reward is not None and rewards is not None:
+            raise UserError("reward and rewards are both set: give a function, or names with weights.")
+        self.reward_weights = {"reward": 1.0} if reward else dict(rewards or {BY_REFERENCE: 1.0})
+        if reward is None:
+            check_names(self.reward_weights)
+        self.rewards = rewards
         self.reward_options = as_config(RewardOptions, reward_options, "reward_options")
+        self.reward_workers = int(_at_least("reward_workers", reward_workers, 0))
+        self.resample_limit = int(_at_least("resample_limit", resample_limit, 0))
+        self.rollout = as_config(RolloutConfig, rollout, "rollout")
+        self._engine = make_engine(self.rollout)
+        self._workers = RewardWorkers(self._components, self.reward_workers)
+        self._seconds: dict[str, float] = {}
         self.log_prompts = int(_at_least("log_prompts", log_prompts, 0))
         self._reference: list[PreTrainedModel] = []  # in a list: no submodule, so no part of checkpoints or optimizers
         self._rollout_log: RolloutLog | None = None
@@ -129,11 +167,13 @@ class GRPO(CausalLM):
                 name: getattr(self, name)
                 for name in (
                     "group_size max_new_tokens temperature clip_low clip_high tis_cap beta scale_rewards "
-                    "mask_truncated updates_per_rollout gradient_clip_val log_prompts"
+                    "mask_truncated updates_per_rollout minibatches gradient_clip_val rewards reward_workers "
+                    "resample_limit log_prompts"
                 ).split()
             },
             abort=dataclasses.asdict(self.abort),
             reward_options=dataclasses.asdict(self.reward_options),
+            rollout=dataclasses.asdict(self.rollout),
         )
 
     def configure_model(self) -> None:
@@ -166,18 +206,22 @@ class GRPO(CausalLM):
         """Sample, score and update on one batch of prompts."""
         micro_batch = batch_idx % self.trainer.accumulate_grad_batches
         generator = rollout_generator(self.seed, self.trainer.global_step, micro_batch, self.global_rank, self.device)
-        rollout = self._sample(batch, generator, self.temperature, self.group_size)
-        texts = self._decode(rollout)
-        rewards = self._score(texts, [reference for reference in batch["references"] for _ in range(self.group_size)])
-        rewards_NG = rewards.view(-1, self.group_size)
-        advantages = group_advantages(rewards_NG, self.scale_rewards)
+        self._hand_over_weights()
+        rollout, texts, components = self._experience(batch, generator)
+        rewards = first_rewards = self._total(components)
+        metrics = {"reward": rewards.mean(), "reward_std": rewards.std()}
+        if len(components) > 1:
+            metrics |= {f"reward_{name}": values.mean() for name, values in components.items()}
+        if self.resample_limit:
+            rollout, texts, rewards, metrics["resampled_groups"] = self._resample(
+                batch, generator, rollout, texts, first_rewards
+            )
+        advantages = group_advantages(rewards.view(-1, self.group_size), self.scale_rewards)
         mask = rollout.completion_mask
         if self.mask_truncated:
             mask = mask & ~rollout.truncated.unsqueeze(1)
         self._log_rollout(batch, rollout, texts, rewards)
-        metrics = {
-            "reward": rewards.mean(),
-            "reward_std": rewards.std(),
+        metrics |= {
             "zero_variance_share": advantages.zero_variance_share,
             "length": rollout.completion_mask.sum(dim=1).float().mean(),
             "truncated_share": rollout.truncated.float().mean(),
@@ -193,17 +237,37 @@ class GRPO(CausalLM):
         self, rollout: Rollout, mask: Tensor, advantages: Tensor, metrics: dict[str, Tensor]
     ) -> None:
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        old_logps, clipped = None, []
-        for _ in range(self.updates_per_rollout):
-            loss, logps, step_metrics = self._loss(rollout, mask, advantages, old_logps)
-            if old_logps is None:
-                old_logps, metrics = logps.detach(), metrics | step_metrics
-            clipped.append(step_metrics["clip_share"])
-            optimizer.zero_grad()  # type: ignore[union-attr]
-            self.manual_backward(loss)
-            optimizer.step()  # type: ignore[union-attr]
-            schedule.step()  # type: ignore[union-attr]
-        self._report(metrics | {"clip_share": torch.stack(clipped).mean()})
+        parts = [torch.arange(len(advantages), device=self.device)]
+        shuffle = rollout_generator(self.seed, self.trainer.global_step, _SHUFFLE, self.global_rank, self.device)
+        old_logps, as_sampled = None, {}
+        if self.minibatches > 1:
+            if len(advantages) < self.minibatches:
+                raise UserError(
+                    f"minibatches is {self.minibatches}, and a step has {len(advantages)} completions: lower it."
+                )
+            with torch.no_grad():
+                chunks = parts[0].tensor_split(self.minibatches)
+                views = [self._policy(rollout.rows(rows)) for rows in chunks]
+            old_logps, as_sampled = torch.cat([logps for logps, _, _ in views]), _mean([seen for _, seen, _ in views])
+        clipped, described = [], []
+        for number in range(self.updates_per_rollout):
+            if self.minibatches > 1:
+                order = torch.randperm(len(advantages), generator=shuffle, device=self.device)
+                parts = list(order.tensor_split(self.minibatches))
+            for rows in parts:
+                part = rollout if self.minibatches == 1 else rollout.rows(rows)
+                old = None if old_logps is None else old_logps[rows]
+                loss, logps, step_metrics = self._loss(part, mask[rows], advantages[rows], old)
+                if old_logps is None:
+                    old_logps = logps.detach()
+                if number == 0:
+                    described.append(step_metrics)
+                clipped.append(step_metrics["clip_share"])
+                optimizer.zero_grad()  # type: ignore[union-attr]
+                self.manual_backward(loss)
+                optimizer.step()  # type: ignore[union-attr]
+                schedule.step()  # type: ignore[union-attr]
+        self._report(metrics | _mean(described) | as_sampled | {"clip_share": torch.stack(clipped).mean()})
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the norm, then clip where the Trainer cannot."""
@@ -211,55 +275,11 @@ class GRPO(CausalLM):
         if self.gradient_clip_val is not None:
             self.clip_gradients(optimizer, self.gradient_clip_val, "norm")
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Log `val/reward` of the most likely completion of every prompt."""
-        generator = torch.Generator(device=self.device)  # greedy: nothing is drawn from it
-        rollout = self._sample(batch, generator, temperature=0.0, group_size=1)
-        rewards = self._score(self._decode(rollout), batch["references"])
-        self.log("val/reward", rewards.mean(), prog_bar=True, batch_size=len(rewards), sync_dist=True)
-
-    @property
-    def _tokenizer(self) -> Any:
-        return getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
-
-    def _sample(
-        self, batch: dict[str, Any], generator: torch.Generator, temperature: float, group_size: int
-    ) -> Rollout:
-        stop_ids = stop_token_ids(self._tokenizer)
-        pad_id = self._tokenizer.pad_token_id
-        return sample(
-            self.network,
-            batch["input_ids"],
-            batch["attention_mask"],
-            max_new_tokens=self.max_new_tokens,
-            temperature=temperature,
-            stop_ids=stop_ids,
-            pad_id=next(iter(stop_ids), 0) if pad_id is None else pad_id,
-            generator=generator,
-            group_size=group_size,
-        )
-
-    def _decode(self, rollout: Rollout) -> list[str]:
-        rows = zip(rollout.completions.tolist(), rollout.completion_mask.sum(dim=1).tolist(), strict=True)
-        return self._tokenizer.batch_decode([tokens[:length] for tokens, length in rows], skip_special_tokens=True)
-
-    def _score(self, texts: list[str], references: list[dict[str, Any]]) -> Tensor:
-        if self.reward is None:
-            rewards = score_many(texts, references, options=self.reward_options)
-        else:
-            rewards = self.reward(texts, references)
-        if len(rewards) != len(texts):
-            raise UserError(f"reward gave {len(rewards)} values for {len(texts)} completions: one for each is due.")
-        values = torch.tensor(rewards, dtype=torch.float32, device=self.device)
-        if not torch.isfinite(values).all():
-            raise UserError(f"reward gave {rewards[int((~torch.isfinite(values)).nonzero()[0])]}: it must be finite.")
-        return values
-
     def _loss(
         self, rollout: Rollout, mask: Tensor, advantages: Tensor, old_logps: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the loss, the log-probabilities (B, T) with gradient, and metrics."""
-        logps, entropy, aux_loss = self._policy(rollout)
+        logps, described, aux_loss = self._policy(rollout)
         reference_logps = None
         if self._reference:
             with torch.no_grad():
@@ -281,21 +301,26 @@ class GRPO(CausalLM):
             # Data-parallel ranks average their gradients: dividing by their mean count weighs all tokens alike.
             denominator=self.trainer.strategy.reduce(mask.sum().float(), reduce_op="mean"),  # type: ignore[arg-type]
         )
-        completion_mask = rollout.completion_mask
-        metrics = objective.metrics | {
-            "loss": objective.loss.detach(),
-            "entropy": entropy.masked_fill(~completion_mask, 0.0).sum() / completion_mask.sum(),
-        }
+        metrics = objective.metrics | described | {"loss": objective.loss.detach()}
         if aux_loss is None:
             return objective.loss, logps, metrics
         return objective.loss + self.load_balance_coef * aux_loss, logps, metrics | {"aux_loss": aux_loss.detach()}
 
-    def _policy(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probabilities (B, T) with gradient, entropies (B, T) and the load balance loss where it is on."""
-        output = self(**_inputs(rollout), **router_options(self.network, self.load_balance_coef > 0))
+    def _policy(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        """Return log-probabilities (B, T) with gradient, metrics, and the load balance loss where it is on."""
+        mask = rollout.completion_mask
+        length = mask.shape[1]
+        compares = rollout.routing is not None
+        recording = recorded_routing(self.network, len(mask), length + 1) if compares else nullcontext()
+        with recording as record:
+            output = self(**_inputs(rollout), **router_options(self.network, self.load_balance_coef > 0))
         logits = _completion_logits(output.logits, rollout)
-        logps = token_logps(logits, rollout.completions, self.temperature)
-        return logps, token_entropy(logits.detach(), self.temperature), output.get("aux_loss")
+        entropy = token_entropy(logits.detach(), self.temperature)
+        metrics = {"entropy": entropy.masked_fill(~mask, 0.0).sum() / mask.sum()}
+        routing = None if record is None else record.chosen(length)
+        if routing is not None and rollout.routing is not None:
+            metrics["routing_agreement"] = routing_agreement(rollout.routing, routing, mask)
+        return token_logps(logits, rollout.completions, self.temperature), metrics, output.get("aux_loss")
 
     def _report(self, metrics: dict[str, Tensor]) -> None:
         """Log the step's metrics, averaged over ranks, and stop at the thresholds."""
@@ -323,6 +348,10 @@ class GRPO(CausalLM):
                 for row in rows
             ]
         )
+
+
+def _mean(metrics: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([step[name] for step in metrics]).mean() for name in metrics[0]}
 
 
 def _inputs(rollout: Rollout) -> dict[str, Tensor]:

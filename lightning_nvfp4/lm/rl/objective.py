@@ -44,11 +44,16 @@ def group_advantages(rewards_NG: Tensor, scale_by_std: bool = True, eps: float =
     A group without variance has advantage exactly 0.
     """
     rewards = rewards_NG.float()
-    flat = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
+    flat = zero_variance(rewards).unsqueeze(1)
     values = rewards - rewards.mean(dim=1, keepdim=True)
     if scale_by_std:
         values = values / (rewards.std(dim=1, keepdim=True) + eps)
     return Advantages(values.masked_fill(flat, 0.0), flat.float().mean())
+
+
+def zero_variance(rewards_NG: Tensor) -> Tensor:
+    """Return for each group whether all its rewards are equal, (N,) bool."""
+    return (rewards_NG == rewards_NG[:, :1]).all(dim=1)
 
 
 def token_logps(logits_BTV: Tensor, tokens_BT: Tensor, temperature: float = 1.0) -> Tensor:

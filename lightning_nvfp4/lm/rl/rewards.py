@@ -1,36 +1,50 @@
-"""Verifiable rewards: 1.0 for an answer that is right, 0.0 for one that is not.
+"""Verifiable rewards by name: 1.0 for an answer that is right, 0.0 for one that is not.
 
-A prompt's reference names the kind of its reward; `register_reward` adds kinds.
+A prompt's reference names the reward that judges it, its `kind`; a run may name others, with weights, to add up.
+`register_reward` adds names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_nvfp4.errors import UserError, unknown
+from lightning_nvfp4.lm.rl.math_answers import equal_answers
 from lightning_nvfp4.lm.rl.sandbox import Program, run_many
 
 
 @dataclass(frozen=True)
 class RewardOptions:
-    """How rewards that run code do it.
+    """How rewards are computed.
 
     Attributes:
-        timeout: wall seconds for each program.
+        timeout: wall seconds for each program, and for each comparison of answers by math-verify.
         workers: sandboxes side by side.
         allow_unsafe: whether limits alone are enough where the machine cannot isolate.
+        format: regular expression that a completion matches in full for the reward `format`; the default wants some
+            text, then `#### ` and the answer as the last line.
     """
 
     timeout: float = 2.0
     workers: int = 1
     allow_unsafe: bool = False
+    format: str = r"(?s)(?!.*####.*####).*\S.*\n#### \S[^\n]*\s*"
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.format)
+        except re.error as error:
+            raise UserError(f"reward_options.format is {self.format!r}: not a regular expression ({error}).") from error
 
 
 Reward = Callable[[Sequence[str], Sequence[Mapping[str, Any]], RewardOptions], list[float]]
 """`(completions, references, options) -> rewards`, all of one length."""
+
+BY_REFERENCE = "reference"
+"""Name of the reward that each prompt's reference chooses by its kind."""
 
 _REWARDS: dict[str, Reward] = {}
 
@@ -60,7 +74,8 @@ def score_many(
 
     Args:
         completions: generated texts without special tokens.
-        references: ``{"kind": "exact", "answer": "42"}`` or ``{"kind": "code", "entry_point", "tests", "prompt"}``.
+        references: ``{"kind": "exact", "answer": "42"}``, ``{"kind": "code", "entry_point", "tests", "prompt"}`` or
+            ``{"kind": "gsm8k", "answer"}``.
         options: limits of the rewards that run code.
 
     Raises:
@@ -81,6 +96,28 @@ def score_many(
         for place, reward in zip(chosen, part, strict=True):
             rewards[place] = reward
     return rewards
+
+
+def score_components(
+    completions: list[str],
+    references: list[dict[str, Any]],
+    names: Sequence[str],
+    options: RewardOptions,
+) -> dict[str, list[float]]:
+    """Return the values of each named reward; `reference` is the reward that each reference names."""
+    return {
+        name: score_many(completions, references, options=options)
+        if name == BY_REFERENCE
+        else _REWARDS[name](completions, references, options)
+        for name in names
+    }
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise a `UserError` for a reward that is not registered."""
+    for name in names:
+        if name != BY_REFERENCE and name not in _REWARDS:
+            raise unknown("reward", name, [BY_REFERENCE, *_REWARDS], cure="Add it with register_reward.")
 
 
 _NUMBER = re.compile(r"[-+]?(\d[\d,]*)?(\.\d+)?")
@@ -114,6 +151,29 @@ def exact(completions: Sequence[str], references: Sequence[Mapping[str, Any]], o
         float(exact_match(text, str(_field(reference, "answer"))))
         for text, reference in zip(completions, references, strict=True)
     ]
+
+
+@register_reward("gsm8k")
+def gsm8k(completions: Sequence[str], references: Sequence[Mapping[str, Any]], options: RewardOptions) -> list[float]:
+    """Reward of ``{"answer"}``: what follows the last ``####``, else the last expression of the text, equals it.
+
+    math-verify judges, so that 1,000 equals 1000.0 and 1/2 equals 0.5. Texts without a digit are wrong unseen.
+    """
+    rewards = [0.0] * len(completions)
+    places = [place for place, text in enumerate(completions) if any(map(str.isdigit, text))]
+    pairs = [(final_answer(completions[i]) or completions[i], str(_field(references[i], "answer"))) for i in places]
+    for place, equal in zip(places, equal_answers(pairs, options.timeout) if pairs else [], strict=True):
+        rewards[place] = float(equal)
+    return rewards
+
+
+@register_reward("format")
+def has_format(
+    completions: Sequence[str], references: Sequence[Mapping[str, Any]], options: RewardOptions
+) -> list[float]:
+    """Reward of any reference: the completion matches `RewardOptions.format` in full."""
+    pattern = re.compile(options.format)
+    return [float(pattern.fullmatch(text) is not None) for text in completions]
 
 
 @register_reward("code")

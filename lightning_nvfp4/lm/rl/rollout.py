@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator as Generates
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.hf_model import router_options, text_config
 from lightning_nvfp4.lm.rl.objective import token_logps
+from lightning_nvfp4.lm.rl.routing import recorded_routing
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Rollout:
     int64. `completion_mask` (B, T) bool: the sampled tokens, the stop token included. `logps` (B, T) FP32: of the
     sampled tokens under softmax(logits / temperature) over the whole vocabulary, the distribution they were drawn from
     (at temperature 1, the model's own); 0 outside the mask. `truncated` (B,) bool: no stop token within the limit.
+    `routing` (B, T, L, K) int16, or None where it is not known: the experts that L mixture layers chose for the token
+    that each completion token was predicted from, in ascending order.
     """
 
     sequences: Tensor
@@ -41,6 +45,15 @@ class Rollout:
     completion_mask: Tensor
     logps: Tensor
     truncated: Tensor
+    routing: Tensor | None = None
+
+    def rows(self, index: Tensor) -> Rollout:
+        """The rows of `index`, an int64 vector."""
+        taken: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            taken[field.name] = None if value is None else value[index]
+        return Rollout(**taken)
 
     @property
     def completions(self) -> Tensor:
@@ -51,6 +64,58 @@ class Rollout:
     def position_ids(self) -> Tensor:
         """(B, P + T) int64: 0 at each row's first real token, as `generate` counts."""
         return position_ids(self.attention_mask)
+
+
+def join(parts: Sequence[Rollout], pad_id: int) -> Rollout:
+    """Put the rows of several rollouts under one another, prompts and completions padded to the longest."""
+    if len(parts) == 1:
+        return parts[0]
+    longest = max(part.completion_mask.shape[1] for part in parts)
+    prompt = max(part.sequences.shape[1] - part.completion_mask.shape[1] for part in parts)
+    padded = []
+    for part in parts:
+        right = longest - part.completion_mask.shape[1]
+        left = prompt - (part.sequences.shape[1] - part.completion_mask.shape[1])
+        padded.append(
+            Rollout(
+                sequences=pad(part.sequences, (left, right), value=pad_id),
+                attention_mask=pad(part.attention_mask, (left, right)),
+                completion_mask=pad(part.completion_mask, (0, right)),
+                logps=pad(part.logps, (0, right)),
+                truncated=part.truncated,
+                routing=None if part.routing is None else pad(part.routing, (0, 0, 0, 0, 0, right)),
+            )
+        )
+    routing = [part.routing for part in padded if part.routing is not None]
+    return Rollout(
+        *(torch.cat([getattr(part, field.name) for part in padded]) for field in fields(Rollout)[:-1]),
+        routing=torch.cat(routing) if len(routing) == len(parts) else None,
+    )
+
+
+def from_completions(
+    input_ids: Tensor, attention_mask: Tensor, completions: Sequence[tuple[list[int], list[float], bool]], pad_id: int
+) -> Rollout:
+    """Make a rollout of what another engine generated: (tokens, their log-probabilities, truncated) for each row.
+
+    input_ids, attention_mask: (B, P), left-padded, one row a completion.
+    """
+    device = input_ids.device
+    longest = max(len(tokens) for tokens, _, _ in completions)
+    tokens_BT = torch.full((len(completions), longest), pad_id, dtype=torch.int64)
+    logps_BT, mask_BT = torch.zeros(len(completions), longest), torch.zeros(len(completions), longest, dtype=torch.bool)
+    for row, (tokens, logps, _) in enumerate(completions):
+        tokens_BT[row, : len(tokens)] = torch.tensor(tokens)
+        logps_BT[row, : len(tokens)] = torch.tensor(logps)
+        mask_BT[row, : len(tokens)] = True
+    mask = mask_BT.to(device)
+    return Rollout(
+        sequences=torch.cat([input_ids, tokens_BT.to(device)], dim=1),
+        attention_mask=torch.cat([attention_mask, mask.to(attention_mask.dtype)], dim=1),
+        completion_mask=mask,
+        logps=logps_BT.to(device),
+        truncated=torch.tensor([truncated for _, _, truncated in completions], device=device),
+    )
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
@@ -124,9 +189,7 @@ def sample(
     """
     from lightning_nvfp4.nn.inference import cached_weights
 
-    if not bool(attention_mask[:, -1].all()):
-        raise UserError("A prompt ends in padding: pad prompts on the left, so that completions follow them directly.")
-    _check_length(model, input_ids.shape[1], max_new_tokens)
+    check_prompts(model, input_ids, attention_mask, max_new_tokens)
     input_ids = input_ids.repeat_interleave(group_size, dim=0)
     attention_mask = attention_mask.repeat_interleave(group_size, dim=0)
     sampler = GumbelSampler(temperature, generator)
@@ -137,14 +200,18 @@ def sample(
         eos_token_id=list(stop_ids) or None,
         pad_token_id=pad_id,
     )
-    with _generating(model, settings), cached_weights(model):
+    with (
+        _generating(model, settings),
+        cached_weights(model),
+        recorded_routing(model, len(input_ids), keep=1) as routing,
+    ):
         generate: Any = model.generate
         sequences = generate(
             input_ids,
             attention_mask=attention_mask,
             generation_config=settings,
             logits_processor=LogitsProcessorList([sampler]),
-            synced_gpus=_sharded(model),
+            synced_gpus=is_sharded(model),
             **router_options(model, load_balance=False),
         )
     completions = sequences[:, input_ids.shape[1] :]
@@ -158,6 +225,7 @@ def sample(
         completion_mask=mask,
         logps=logps.masked_fill(~mask, 0.0),
         truncated=~stops.any(dim=1),
+        routing=routing.chosen(completions.shape[1]),
     )
 
 
@@ -181,12 +249,16 @@ def _generating(model: PreTrainedModel, settings: GenerationConfig) -> Generates
         torch.clear_autocast_cache()
 
 
-def _sharded(model: PreTrainedModel) -> bool:
+def is_sharded(model: PreTrainedModel) -> bool:
     """Whether ranks run collectives in the forward pass, and so must decode the same number of steps."""
     return dist.is_initialized() and any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def _check_length(model: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:
+def check_prompts(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> None:
+    """Raise a `UserError` for prompts padded on the right, or too long for the model's positions."""
+    if not bool(attention_mask[:, -1].all()):
+        raise UserError("A prompt ends in padding: pad prompts on the left, so that completions follow them directly.")
+    prompt_length = input_ids.shape[1]
     limit = getattr(text_config(model), "max_position_embeddings", None)
     if limit is not None and prompt_length + max_new_tokens > limit:
         raise UserError(

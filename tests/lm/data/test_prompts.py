@@ -22,8 +22,8 @@ CODE = {"kind": "code", "entry_point": "f", "tests": "def check(f): ..."}
     [
         ({"messages": USER, "reference": EXACT}, EXACT),
         ({"prompt": "q", "reference": {**CODE, "prompt": "def f():", "answer": None}}, {**CODE, "prompt": "def f():"}),
-        ({"question": "q", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"}, EXACT),
-        ({"question": "q", "answer": "so\n#### 1,234"}, {"kind": "exact", "answer": "1234"}),
+        ({"question": "q", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"}, {**EXACT, "difficulty": 1}),
+        ({"question": "q", "answer": "so\n#### 1,234"}, {"kind": "exact", "answer": "1234", "difficulty": 1}),
         ({"prompt": "q", "answer": " 42 "}, EXACT),
         ({"prompt": "q", "entry_point": "f", "test": "def check(f): ..."}, {**CODE, "prompt": "q"}),
     ],
@@ -52,10 +52,13 @@ def test_bad_rows_are_named(tmp_path: Path, tokenizer_folder: str, row: dict[str
         next(iter(data.train_dataloader()))
 
 
-def prompts(tmp_path: Path, count: int = 10) -> str:
-    rows = [{"question": "q" * (i + 1), "answer": f"#### {i}"} for i in range(count)]
+def write(tmp_path: Path, rows: list[dict[str, Any]]) -> str:
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(tmp_path / "p.jsonl")
+
+
+def prompts(tmp_path: Path, count: int = 10) -> str:
+    return write(tmp_path, [{"question": "q" * (i + 1), "answer": f"#### {i}"} for i in range(count)])
 
 
 def test_a_batch(tmp_path: Path, tokenizer_folder: str) -> None:
@@ -125,3 +128,37 @@ def test_gsm8k(tokenizer_folder: str) -> None:
     data = PromptData(path=str(file), tokenizer=tokenizer_folder, max_prompt_length=4_000)
     batch = next(iter(data.train_dataloader()))
     assert all(reference["answer"].lstrip("-").replace(".", "").isdigit() for reference in batch["references"])
+
+
+@pytest.mark.parametrize("curriculum", [0.0, 0.5, 1.0])
+def test_a_curriculum_goes_from_easy_to_hard(tmp_path: Path, tokenizer_folder: str, curriculum: float) -> None:
+    rows = [{"question": "q", "answer": "step\n" * (i % 40 + 1) + f"#### {i}"} for i in range(80)]
+    path = write(tmp_path, rows)
+    data = PromptData(path=path, tokenizer=tokenizer_folder, prompts_per_step=80, curriculum=curriculum)
+    loader = iter(data.train_dataloader())
+    passes = [[r["difficulty"] for r in next(loader)["references"]] for _ in range(2)]
+    for order in passes:
+        assert sorted(order) == sorted(2 * list(range(1, 41)))
+        rises = sum(order[40:]) / 40 - sum(order[:40]) / 40
+        assert (rises == 20) if curriculum == 1 else (5 < rises < 20) if curriculum else abs(rises) < 8
+    assert curriculum == 1 or passes[0] != passes[1]
+
+
+def test_a_rows_own_difficulty_wins_and_must_be_a_number(tmp_path: Path, tokenizer_folder: str) -> None:
+    rows = [{"question": "q", "answer": "a\nb\n#### 1", "difficulty": d} for d in (3, 1.5, 2)]
+    options = {"tokenizer": tokenizer_folder, "prompts_per_step": 3, "curriculum": 1.0}
+    loader = iter(PromptData(path=write(tmp_path, rows), **options).train_dataloader())
+    assert [r["difficulty"] for r in next(loader)["references"]] == [1.5, 2, 3]
+    path = write(tmp_path, [{"question": "q", "answer": "#### 1", "difficulty": "hard"}])
+    with pytest.raises(UserError, match="difficulty 'hard' of the prompt .* must be a number"):
+        next(iter(PromptData(path=path, **options).train_dataloader()))
+    with pytest.raises(UserError, match="data.curriculum=2 must be from 0"):
+        PromptData(path=path, curriculum=2)
+
+
+def test_a_system_message_goes_before_prompts_that_have_none(tmp_path: Path, tokenizer_folder: str) -> None:
+    own = [{"role": "system", "content": "own"}, *USER]
+    path = write(tmp_path, [{"question": "q", "answer": "#### 1"}, {"messages": own, "reference": EXACT}])
+    data = PromptData(path=path, tokenizer=tokenizer_folder, prompts_per_step=2, system="be short")
+    texts = [data.tokenizer.decode(row) for row in next(iter(data.train_dataloader()))["input_ids"]]
+    assert {text.split("<|end|>")[0].rpartition("<|system|>")[2] for text in texts} == {"be short", "own"}
