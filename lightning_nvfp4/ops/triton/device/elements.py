@@ -53,13 +53,31 @@ def as_bits(x):
 
 
 @triton.jit
-def rounds_up(fraction, random, SR: tl.constexpr):
-    """Return whether a fraction of a step, exact float32 in [0, 1), is rounded up: floor(fraction * 2^32) > random.
+def larger(a, b):
+    """Return the larger magnitude of two float32, NaN if one is NaN; one instruction."""
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
 
-    With SR = 8 only the 8 highest bits of the fraction count. The conversion to integers is exact, and off the pipe of
-    integer arithmetic, which limits these kernels.
+
+@triton.jit
+def add_down(x, y):
+    """Return the sum of nonnegative float32, rounded toward zero."""
+    if not INTERPRETED:
+        return tl.inline_asm_elementwise("add.rz.f32 $0, $1, $2;", "=f,f,f", (x, y), tl.float32, True, 1)
+    total = x + y
+    return tl.where(total - y > x, as_float(as_bits(total) - 1), total)
+
+
+@triton.jit
+def rounds_up(rest, random, SR: tl.constexpr):
+    """Return whether a fraction of a step is rounded up: floor(fraction * 2^32) > random.
+
+    Args:
+        rest: the fraction times 2^32, exact float32. Its conversion to integers is off the pipe of integer arithmetic,
+            which limits these kernels.
+        random: uint32.
+        SR: number of bits that count, 32 or, the highest of both, 8.
     """
-    word = (fraction * 4294967296.0).to(tl.uint32)
+    word = rest.to(tl.uint32)
     if SR == 8:
         word = word & 0xFF000000
     return word > random
@@ -75,7 +93,8 @@ def round_float(
     false where no finite x rounds above the largest value.
 
     Returns:
-        Magnitudes of the results, float32, and int32 whose lowest bits are their codes without sign.
+        Magnitudes of the results, float32, and int32 whose lowest bits are their codes without sign; the bits between
+        those and the 23rd are zeros.
     """
     magnitude = tl.abs(x)
     if SATURATE:
@@ -87,10 +106,9 @@ def round_float(
         # The FP32 adder rounds to nearest.
         total = magnitude + anchor
     else:
-        steps = magnitude * as_float((254 + M - exponent) << 23)
-        whole = tl.floor(steps)
-        whole = tl.where(rounds_up(steps - whole, random, SR), whole + 1.0, whole)
-        total = anchor + whole * as_float((exponent - M) << 23)
+        total = add_down(magnitude, anchor)
+        rest = (magnitude - (total - anchor)) * as_float((286 + M - exponent) << 23)
+        total = as_float(as_bits(total) + rounds_up(rest, random, SR).to(tl.int32))
     return total - anchor, as_bits(total)
 
 
@@ -106,7 +124,7 @@ def round_fixed(steps, random, SR: tl.constexpr):
     magnitude = tl.minimum(tl.abs(steps), 127.0)
     if SR > 0:
         whole = tl.floor(magnitude)
-        magnitude = tl.where(rounds_up(magnitude - whole, random, SR), whole + 1.0, whole)
+        magnitude = tl.where(rounds_up((magnitude - whole) * 4294967296.0, random, SR), whole + 1.0, whole)
     # The FP32 adder rounds to nearest: the last bit of 1.5 * 2^23 has the weight of a step.
     total = with_sign(magnitude, steps) + 12582912.0
     return total - 12582912.0, as_bits(total)
