@@ -1,8 +1,8 @@
 """Device functions on single elements: rounding, coding and decoding, by integer and exact floating-point steps.
 
 The steps are those of `ops.reference.elements` and `ops.reference.scales`, so that the bits are the same on every
-device; nothing goes through a hardware cast to FP8 or FP4. Kernels that use them are launched without contraction of
-multiplications and additions (``enable_fp_fusion=False``).
+device; but for `fp8_word`, nothing goes through a hardware cast. Kernels that use them are launched without
+contraction of multiplications and additions (``enable_fp_fusion=False``).
 
 An element type is given by constexprs: M mantissa bits, E the exponent of the smallest normal value, MAX the bits of
 the largest value as float32, TOP the position of its sign bit.
@@ -110,6 +110,26 @@ def round_float(
         rest = (magnitude - (total - anchor)) * as_float((286 + M - exponent) << 23)
         total = as_float(as_bits(total) + rounds_up(rest, random, SR).to(tl.int32))
     return total - anchor, as_bits(total)
+
+
+@triton.jit
+def fp8_word(a, b, c, d, M: tl.constexpr):
+    """Return int32 words of the E4M3 (M = 3) or E5M2 (2) codes of four float32, `a` lowest: nearest, ties to even.
+
+    The device's own conversion, which saturates and keeps signs: the bits of `round_float`, on compute capability 8.9
+    and higher.
+    """
+    if M == 3:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+            "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+            "=r,f,f,f,f", (a, b, c, d), tl.int32, True, 1,
+        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; "
+        "cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+        "=r,f,f,f,f", (a, b, c, d), tl.int32, True, 1,
+    )  # fmt: skip
 
 
 @triton.jit

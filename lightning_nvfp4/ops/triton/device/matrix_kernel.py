@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lightning_nvfp4.ops.triton.device.blocks import largest
 from lightning_nvfp4.ops.triton.device.elements import (
     EXPONENT,
-    MAGNITUDE,
     as_bits,
     decode_float,
     e4m3_value,
@@ -16,7 +16,7 @@ from lightning_nvfp4.ops.triton.device.elements import (
     with_sign,
     with_sign_code,
 )
-from lightning_nvfp4.ops.triton.device.tiles import random_matrix, to_bf16
+from lightning_nvfp4.ops.triton.device.tiles import random_matrix, to_bf16, top_along
 
 
 @triton.jit
@@ -63,10 +63,9 @@ def both_kernel(
     random = as_bits(x)
     if SR > 0:
         random = random_matrix(tl.load(seed_ptr), base, num_k, ALIGNED, R_TILE, K_TILE)
-    magnitude = as_bits(x) & MAGNITUDE
-    row_top = tl.max(tl.reshape(magnitude, (R_TILE, K_TILE // 32, 32)), axis=2)
+    row_top = top_along(tl.reshape(x, (R_TILE, K_TILE // 32, 32)), 2)
     row_scale, row_value, row_factor = e8m0_scales(row_top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
-    column_top = tl.max(tl.reshape(magnitude, (R_TILE // 32, 32, K_TILE)), axis=1)
+    column_top = top_along(tl.reshape(x, (R_TILE // 32, 32, K_TILE)), 1)
     column_scale, column_value, column_factor = e8m0_scales(column_top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
     row, row_code = round_float(x * _along_rows(row_factor, R_TILE, K_TILE, 32), random, M, E, MAX, SR, SATURATE)
     column, column_code = round_float(
@@ -138,7 +137,6 @@ def requantize_kernel(
     scale_at = source_scale_ptr + line * source_blocks + block
     tensor_at = tensor_ptr + expert * tensor_stride_e + n0 * tensor_stride_n
     always = tl.full((1,), 1, tl.int1)  # whole tiles need no masks
-    top = tl.zeros((K_TILE,), tl.int32)
     rows = ()
     for i in tl.static_range(32):
         here = n0 + i < num_n
@@ -151,8 +149,8 @@ def requantize_kernel(
         x = (decode_float(code, 1, 0, 3) * scale) * tensor
         if BF16:
             x = to_bf16(x)
-        top = tl.maximum(top, as_bits(x) & MAGNITUDE)
         rows = rows + (x,)
+    top = largest(rows)
     _, value, factor = e8m0_scales(top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
     values_at = values_ptr + line * num_k + k
     seed = tl.load(seed_ptr)
