@@ -8,6 +8,7 @@ import triton.language as tl
 from lightning_nvfp4.ops.triton.device.blocks import largest
 from lightning_nvfp4.ops.triton.device.elements import (
     EXPONENT,
+    MAGNITUDE,
     as_bits,
     decode_float,
     e4m3_value,
@@ -16,7 +17,7 @@ from lightning_nvfp4.ops.triton.device.elements import (
     with_sign,
     with_sign_code,
 )
-from lightning_nvfp4.ops.triton.device.tiles import random_matrix, to_bf16, top_along
+from lightning_nvfp4.ops.triton.device.tiles import random_matrix, to_bf16
 
 
 @triton.jit
@@ -63,9 +64,10 @@ def both_kernel(
     random = as_bits(x)
     if SR > 0:
         random = random_matrix(tl.load(seed_ptr), base, num_k, ALIGNED, R_TILE, K_TILE)
-    row_top = top_along(tl.reshape(x, (R_TILE, K_TILE // 32, 32)), 2)
+    magnitude = as_bits(x) & MAGNITUDE
+    row_top = tl.max(tl.reshape(magnitude, (R_TILE, K_TILE // 32, 32)), axis=2)
     row_scale, row_value, row_factor = e8m0_scales(row_top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
-    column_top = top_along(tl.reshape(x, (R_TILE // 32, 32, K_TILE)), 1)
+    column_top = tl.max(tl.reshape(magnitude, (R_TILE // 32, 32, K_TILE)), axis=1)
     column_scale, column_value, column_factor = e8m0_scales(column_top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
     row, row_code = round_float(x * _along_rows(row_factor, R_TILE, K_TILE, 32), random, M, E, MAX, SR, SATURATE)
     column, column_code = round_float(
