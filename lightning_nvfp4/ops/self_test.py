@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_nvfp4.errors import UserError
-from lightning_nvfp4.formats.element import E4M3
+from lightning_nvfp4.formats.element import E4M3, E5M2, ElementFormat
 from lightning_nvfp4.ops.gemm import rows_matmul, tokens_matmul
 from lightning_nvfp4.ops.groups import Groups
+from lightning_nvfp4.ops.reference.elements import decode_float
 from lightning_nvfp4.ops.select import quantize, quantize_values, quantize_values_twice, requantize_values
 from lightning_nvfp4.recipe import QuantSpec
 
@@ -49,6 +50,7 @@ def run(device: torch.device | str) -> list[Result]:
     device = torch.device(device)
     tests: dict[str, Callable[[], str]] = {
         **{name: functools.partial(_known_answer, spec, crc, device) for name, (spec, crc) in _KNOWN.items()},
+        "rounding to FP8 down columns": lambda: _columns(device),
         "both directions in one pass": lambda: _one_pass(device),
         "stochastic rounding is unbiased": lambda: _unbiased(device),
         "grouped GEMM": lambda: _grouped(device),
@@ -101,6 +103,32 @@ def checksum(spec: QuantSpec, device: torch.device | str) -> int:
 def _known_answer(spec: QuantSpec, crc: int, device: torch.device) -> str:
     found = checksum(spec, device)
     return "" if found == crc else f"checksum {found:#010x}, known {crc:#010x}"
+
+
+def every_rounding(element: ElementFormat) -> Tensor:
+    """Return (32 n, 64) float32 numbers for blocks down columns with scale 1.
+
+    They are every value of an element type, every midpoint of two, what is next to either, and their opposites.
+    """
+    magnitudes = torch.arange(element.max_code + 1, dtype=torch.int32)
+    values = decode_float(magnitudes, element)
+    exact = torch.cat((values, (values[1:] + values[:-1]) / 2))
+    bits = exact.view(torch.int32)
+    near = torch.cat((bits - 1, bits, bits + 1))
+    near = near[(near >= 0) & (near <= int(values[-1:].view(torch.int32)))].view(torch.float32)
+    both = torch.cat((near, -near))
+    rows = -(-len(both) // (31 * 64)) * 31
+    filled = torch.zeros(rows * 64).index_copy_(0, torch.arange(len(both)), both).reshape(-1, 31, 64)
+    return torch.cat((torch.full_like(filled[:, :1], element.max), filled), 1).reshape(-1, 64)
+
+
+def _columns(device: torch.device) -> str:
+    for spec, element in ((_MX, E4M3), (QuantSpec("mxfp8", element="e5m2"), E5M2)):
+        x = every_rounding(element)
+        known = quantize(x, spec, dim=0, backend="reference").codes
+        if not torch.equal(quantize(x.to(device), spec, dim=0).codes.cpu(), known):
+            return f"{element.name} differs"
+    return ""
 
 
 def _one_pass(device: torch.device) -> str:

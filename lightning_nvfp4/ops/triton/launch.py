@@ -25,7 +25,7 @@ from lightning_nvfp4.ops.triton.geometry import (
     warps_of,
     whole_blocks,
 )
-from lightning_nvfp4.ops.triton.runtime import launch
+from lightning_nvfp4.ops.triton.runtime import launch, native_fp8
 from lightning_nvfp4.recipe import QuantSpec
 
 MAX_ROW = 16384
@@ -122,14 +122,18 @@ def quantize(
         out_values = torch.empty(out_shape, dtype=values, device=x.device)
         vs = view(out_shape, dim).strides
     if dim == x.ndim - 2 and x.is_contiguous() and down_columns(spec, v):
-        tile = 256 if codes and block == 32 else 512
-        blocks = 4 if codes and num_c % 4 == 0 else 1
+        # Lines of 128 bytes, of x along L and of codes along K.
+        tile, c, warps = (64, 16 if four_bits else 4, 8 if four_bits else 4) if codes else (512, 1, 4)
+        # The compiler takes what it may; fewer registers leave room for more programs on a multiprocessor.
+        registers = None if codes else 168 if block == 32 else 128 if stochastic else 96
         launch(
-            column_kernel.columns_kernel, (num_c // blocks, ceil_div(nl, tile), na), x,
+            column_kernel.columns_kernel, (ceil_div(num_c, c), ceil_div(nl, tile), na), x,
             x, given(sixth, x), given(tensor_scale, x), stored_codes, given(out_scale, x), given(out_values, x), seed,
             nl, num_c, strides[0], *strides[2:],
-            HAS_CODES=codes, HAS_VALUES=values is not None, EVEN=nl % tile == 0,
-            **{name: constants[name] for name in _COLUMN_CONSTANTS}, BLOCKS=blocks, L_TILE=tile, num_warps=4,
+            HAS_CODES=codes, HAS_VALUES=values is not None, EVEN=nl % tile == 0 and num_c % c == 0,
+            ONE_TENSOR=strides[2:] == (0, 0), NATIVE=native_fp8(x),
+            **{name: constants[name] for name in _COLUMN_CONSTANTS}, C=c, L_TILE=tile, num_warps=warps,
+            maxnreg=registers,
         )  # fmt: skip
         return out_codes, out_scale, out_values, tensor_scale, amax_
     draw_axis = -1
@@ -193,10 +197,11 @@ def requantize(
     out = torch.empty(*experts, n, k, dtype=values, device=codes.device)
     scale = tensor_scale.expand(*experts, n, 1).reshape(-1, n)
     launch(
-        matrix_kernel.requantize_kernel, (ceil_div(k, 256), ceil_div(n, 32), math.prod(experts)), codes,
+        matrix_kernel.requantize_kernel, (ceil_div(k, 512), ceil_div(n, 32), math.prod(experts)), codes,
         codes, block_scale, scale, out, seed, n, k, codes.shape[-1], block_scale.shape[-1], *scale.stride(),
         BF16=source == torch.bfloat16,
-        ALIGNED=k % 4 == 0, EVEN=n % 32 == 0 and k % 256 == 0, K_TILE=256, num_warps=4,
+        ALIGNED=k % 4 == 0, EVEN=n % 32 == 0 and k % 512 == 0, K_TILE=512, num_warps=4,
+        maxnreg=168,  # three programs of four warps on a multiprocessor
         **{name: constants[name] for name in _MATRIX_CONSTANTS},
     )  # fmt: skip
     return out
@@ -284,6 +289,11 @@ def both(
         values: dtype of the values to return along the last, and along the first dim, both (R, K); ``None`` for none.
     """
     x, _ = prepare(x, 1, True)  # row-major
+    if codes and values is None and spec.rounding != STOCHASTIC:
+        # Two reads by kernels near the memory's rate take less than one by a kernel that moves bytes across threads.
+        last, first = (quantize(x, spec, dim, seed, None, True, None) for dim in (1, 0))
+        assert last[0] is not None and last[1] is not None and first[0] is not None and first[1] is not None
+        return (last[0], last[1], first[0], first[1]), None, None
     num_r, num_k = x.shape
     constants = constants_of(spec)
     row = column = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -12,6 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in Triton's interpreter, on the CPU; read when triton is imported."""
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def native_fp8(on: Tensor) -> bool:
+    """Return whether the device of a tensor converts float32 to FP8, and not Triton's interpreter."""
+    return not INTERPRETED and not isinstance(on, FakeTensor) and _capability(on.get_device()) >= (8, 9)
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *arguments: Any, **options: Any) -> None:

@@ -1,6 +1,6 @@
 """Quantization down the columns of row-major matrices, where a thread holds whole blocks and nothing crosses threads.
 
-A block is a tuple of rows, one tensor of neighbouring columns for each.
+A block is a tuple of rows, one tensor (C, L) of neighbouring columns of C blocks for each.
 """
 
 from __future__ import annotations
@@ -8,15 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_nvfp4.ops.triton.device.elements import (
-    EXPONENT,
-    MAGNITUDE,
-    SIGN,
-    as_bits,
-    round_float,
-    with_sign,
-)
-from lightning_nvfp4.ops.triton.device.tiles import random_matrix, scales_of, shifted_down, to_bf16
+from lightning_nvfp4.ops.triton.device.blocks import largest, native_word, side_by_side, word_of
+from lightning_nvfp4.ops.triton.device.elements import EXPONENT, as_bits, round_float, with_sign
+from lightning_nvfp4.ops.triton.device.tiles import random_matrix, scales_of, to_bf16
 
 
 @triton.jit
@@ -36,6 +30,8 @@ def columns_kernel(
     HAS_CODES: tl.constexpr,
     HAS_VALUES: tl.constexpr,
     EVEN: tl.constexpr,
+    ONE_TENSOR: tl.constexpr,
+    NATIVE: tl.constexpr,
     NV: tl.constexpr,
     M: tl.constexpr,
     E: tl.constexpr,
@@ -50,71 +46,67 @@ def columns_kernel(
     SIGNS: tl.constexpr,
     HADAMARD: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    C: tl.constexpr,
     L_TILE: tl.constexpr,
 ):
-    """Quantize BLOCKS blocks of each of L_TILE columns of x (B, K, L); see `launch.quantize`.
+    """Quantize C blocks of each of L_TILE columns of x (B, K, L); see `launch.quantize`.
 
-    Grid: (C / BLOCKS, tiles of L, B). Codes and scales lie along K, so that more blocks make longer writes.
+    Grid: (tiles of C, tiles of L, B). Codes and scales lie along K: a tile of many blocks writes them in whole lines of
+    memory.
     """
-    c0, b = tl.program_id(0) * BLOCKS, tl.program_id(2).to(tl.int64)
+    c0, b = tl.program_id(0) * C, tl.program_id(2).to(tl.int64)
     l0 = tl.program_id(1) * L_TILE
-    l = l0 + tl.arange(0, L_TILE)
-    inside = tl.full((1,), 1, tl.int1) if EVEN else l < num_l  # whole tiles need no masks
+    c = tl.arange(0, C)[:, None]
+    l = tl.arange(0, L_TILE)[None, :]
+    inside = tl.full((1, 1), 1, tl.int1) if EVEN else (c0 + c < num_c) & (l0 + l < num_l)  # whole tiles need no masks
     seed = tl.load(seed_ptr)
-    line = b * num_l + l
-    per_word: tl.constexpr = 32 // (TOP + 1)
-    words_per_block: tl.constexpr = BLOCK // per_word
-    scale_codes = tl.zeros((L_TILE,), tl.int32)
-    for j in range(BLOCKS):
-        base = (b * num_c + c0 + j) * BLOCK * num_l
-        rows = ()
-        for i in tl.static_range(BLOCK):
-            rows = rows + (tl.load(x_ptr + base + l + i * num_l, mask=inside, other=0.0).to(tl.float32),)
-        if HADAMARD:
-            rows = _transform(rows, SIGNS)
-        top = as_bits(rows[0]) & MAGNITUDE
-        for i in tl.static_range(1, BLOCK):
-            top = tl.maximum(top, as_bits(rows[i]) & MAGNITUDE)
-        sixth = 0.0
-        decode = 0.0
-        if NV:
-            at = b * msb + l * msl + (c0 + j) * msc
-            sixth = tl.load(sixth_ptr + at, mask=inside, other=0.0)
-            decode = tl.load(tensor_ptr + at, mask=inside, other=0.0)
-        scale_code, scale, factor = scales_of(top, sixth, decode, NV, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
-        scale_codes = shifted_down(scale_codes, 8) | (scale_code << 24)
-        word = top
-        words = ()
-        for i in tl.static_range(BLOCK):
+    base = (b * num_c + c0) * BLOCK * num_l + l0
+    at = c * (BLOCK * num_l) + l
+    rows = ()
+    for i in tl.static_range(BLOCK):
+        rows = rows + (tl.load(x_ptr + base + i * num_l + at, mask=inside, other=0.0).to(tl.float32),)
+    if HADAMARD:
+        rows = _transform(rows, SIGNS)
+    top = largest(rows)
+    sixth = 0.0
+    decode = 0.0
+    if NV:
+        if ONE_TENSOR:
+            sixth, decode = tl.load(sixth_ptr + b * msb), tl.load(tensor_ptr + b * msb)
+        else:
+            tensor_at = b * msb + (l0 + l) * msl + (c0 + c) * msc
+            sixth = tl.load(sixth_ptr + tensor_at, mask=inside, other=0.0)
+            decode = tl.load(tensor_ptr + tensor_at, mask=inside, other=0.0)
+    scale_code, scale, factor = scales_of(top, sixth, decode, NV, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
+    size: tl.constexpr = BLOCK * (TOP + 1) // 32
+    native: tl.constexpr = NATIVE and TOP == 7 and SR == 0 and not HAS_VALUES
+    finite = tl.where(top >= EXPONENT, 0, -1)
+    scaled = ()
+    for i in tl.static_range(BLOCK if native else 0):
+        scaled = scaled + (rows[i] * factor,)
+    words = ()
+    for w in tl.static_range(size):
+        codes = ()
+        for i in tl.static_range(w * BLOCK // size, 0 if native else (w + 1) * BLOCK // size):
             x = rows[i]
-            random = as_bits(x)
-            if SR > 0:
-                random = tl.reshape(random_matrix(seed, base + i * num_l + l0, num_l, True, 1, L_TILE), (L_TILE,))
+            random = random_matrix(seed, base + i * num_l, BLOCK * num_l, True, C, L_TILE) if SR > 0 else as_bits(x)
             value, code = round_float(x * factor, random, M, E, MAX, SR, SATURATE)
             if HAS_VALUES:
                 value = (with_sign(value, x) * scale).to(values_ptr.dtype.element_ty)
-                tl.store(values_ptr + base + l + i * num_l, value, mask=inside)
-            if HAS_CODES:
-                code = (code << (31 - TOP)) | (as_bits(x) & SIGN)
-                word = code if i % per_word == 0 else code | shifted_down(word, TOP + 1)
-                if i % per_word == per_word - 1:
-                    words = words + (word & tl.where(top >= EXPONENT, 0, -1),)
+                tl.store(values_ptr + base + i * num_l + at, value, mask=inside)
+            codes = codes + (code,)
         if HAS_CODES:
-            at = codes_ptr + (line * num_c + c0 + j) * words_per_block
-            if words_per_block == 2:
-                joined = tl.join(words[0], words[1])
-            else:
-                even = tl.join(tl.join(words[0], words[4]), tl.join(words[2], words[6]))
-                odd = tl.join(tl.join(words[1], words[5]), tl.join(words[3], words[7]))
-                joined = tl.reshape(tl.join(even, odd), (L_TILE, 8))
-            tl.store(at[:, None] + tl.arange(0, words_per_block)[None, :], joined, mask=inside[:, None])
+            word = native_word(scaled, w, M) if native else word_of(rows, codes, w, TOP)
+            words = words + (word & finite,)
     if HAS_CODES:
-        at = scale_ptr + line * num_c + c0
-        if BLOCKS == 4:
-            tl.store(at.to(tl.pointer_type(tl.int32)), scale_codes, mask=inside)
-        else:
-            tl.store(at, (scale_codes >> 24).to(tl.uint8), mask=inside)
+        line = b * num_l + l0 + tl.arange(0, L_TILE)[:, None]
+        in_line = l0 + tl.arange(0, L_TILE)[:, None] < num_l
+        w = tl.arange(0, C * size)[None, :]
+        inside = tl.full((1, 1), 1, tl.int1) if EVEN else in_line & (c0 * size + w < num_c * size)
+        tl.store(codes_ptr + (line * num_c + c0) * size + w, side_by_side(words, C, L_TILE), mask=inside)
+        c = tl.arange(0, C)[None, :]
+        inside = tl.full((1, 1), 1, tl.int1) if EVEN else in_line & (c0 + c < num_c)
+        tl.store(scale_ptr + line * num_c + c0 + c, tl.trans(scale_code.to(tl.uint8)), mask=inside)
 
 
 @triton.jit

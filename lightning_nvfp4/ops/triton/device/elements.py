@@ -1,8 +1,8 @@
 """Device functions on single elements: rounding, coding and decoding, by integer and exact floating-point steps.
 
 The steps are those of `ops.reference.elements` and `ops.reference.scales`, so that the bits are the same on every
-device; nothing goes through a hardware cast to FP8 or FP4. Kernels that use them are launched without contraction of
-multiplications and additions (``enable_fp_fusion=False``).
+device; but for `fp8_word`, nothing goes through a hardware cast. Kernels that use them are launched without
+contraction of multiplications and additions (``enable_fp_fusion=False``).
 
 An element type is given by constexprs: M mantissa bits, E the exponent of the smallest normal value, MAX the bits of
 the largest value as float32, TOP the position of its sign bit.
@@ -53,13 +53,31 @@ def as_bits(x):
 
 
 @triton.jit
-def rounds_up(fraction, random, SR: tl.constexpr):
-    """Return whether a fraction of a step, exact float32 in [0, 1), is rounded up: floor(fraction * 2^32) > random.
+def larger(a, b):
+    """Return the larger magnitude of two float32, NaN if one is NaN; one instruction."""
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
 
-    With SR = 8 only the 8 highest bits of the fraction count. The conversion to integers is exact, and off the pipe of
-    integer arithmetic, which limits these kernels.
+
+@triton.jit
+def add_down(x, y):
+    """Return the sum of nonnegative float32, rounded toward zero."""
+    if not INTERPRETED:
+        return tl.inline_asm_elementwise("add.rz.f32 $0, $1, $2;", "=f,f,f", (x, y), tl.float32, True, 1)
+    total = x + y
+    return tl.where(total - y > x, as_float(as_bits(total) - 1), total)
+
+
+@triton.jit
+def rounds_up(rest, random, SR: tl.constexpr):
+    """Return whether a fraction of a step is rounded up: floor(fraction * 2^32) > random.
+
+    Args:
+        rest: the fraction times 2^32, exact float32. Its conversion to integers is off the pipe of integer arithmetic,
+            which limits these kernels.
+        random: uint32.
+        SR: number of bits that count, 32 or, the highest of both, 8.
     """
-    word = (fraction * 4294967296.0).to(tl.uint32)
+    word = rest.to(tl.uint32)
     if SR == 8:
         word = word & 0xFF000000
     return word > random
@@ -75,7 +93,8 @@ def round_float(
     false where no finite x rounds above the largest value.
 
     Returns:
-        Magnitudes of the results, float32, and int32 whose lowest bits are their codes without sign.
+        Magnitudes of the results, float32, and int32 whose lowest bits are their codes without sign; the bits between
+        those and the 23rd are zeros.
     """
     magnitude = tl.abs(x)
     if SATURATE:
@@ -87,11 +106,30 @@ def round_float(
         # The FP32 adder rounds to nearest.
         total = magnitude + anchor
     else:
-        steps = magnitude * as_float((254 + M - exponent) << 23)
-        whole = tl.floor(steps)
-        whole = tl.where(rounds_up(steps - whole, random, SR), whole + 1.0, whole)
-        total = anchor + whole * as_float((exponent - M) << 23)
+        total = add_down(magnitude, anchor)
+        rest = (magnitude - (total - anchor)) * as_float((286 + M - exponent) << 23)
+        total = as_float(as_bits(total) + rounds_up(rest, random, SR).to(tl.int32))
     return total - anchor, as_bits(total)
+
+
+@triton.jit
+def fp8_word(a, b, c, d, M: tl.constexpr):
+    """Return int32 words of the E4M3 (M = 3) or E5M2 (2) codes of four float32, `a` lowest: nearest, ties to even.
+
+    The device's own conversion, which saturates and keeps signs: the bits of `round_float`, on compute capability 8.9
+    and higher.
+    """
+    if M == 3:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+            "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+            "=r,f,f,f,f", (a, b, c, d), tl.int32, True, 1,
+        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; "
+        "cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+        "=r,f,f,f,f", (a, b, c, d), tl.int32, True, 1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -106,7 +144,7 @@ def round_fixed(steps, random, SR: tl.constexpr):
     magnitude = tl.minimum(tl.abs(steps), 127.0)
     if SR > 0:
         whole = tl.floor(magnitude)
-        magnitude = tl.where(rounds_up(magnitude - whole, random, SR), whole + 1.0, whole)
+        magnitude = tl.where(rounds_up((magnitude - whole) * 4294967296.0, random, SR), whole + 1.0, whole)
     # The FP32 adder rounds to nearest: the last bit of 1.5 * 2^23 has the weight of a step.
     total = with_sign(magnitude, steps) + 12582912.0
     return total - 12582912.0, as_bits(total)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lightning_nvfp4.ops.triton.device.blocks import largest
 from lightning_nvfp4.ops.triton.device.elements import (
     EXPONENT,
     MAGNITUDE,
@@ -138,7 +139,6 @@ def requantize_kernel(
     scale_at = source_scale_ptr + line * source_blocks + block
     tensor_at = tensor_ptr + expert * tensor_stride_e + n0 * tensor_stride_n
     always = tl.full((1,), 1, tl.int1)  # whole tiles need no masks
-    top = tl.zeros((K_TILE,), tl.int32)
     rows = ()
     for i in tl.static_range(32):
         here = n0 + i < num_n
@@ -151,8 +151,8 @@ def requantize_kernel(
         x = (decode_float(code, 1, 0, 3) * scale) * tensor
         if BF16:
             x = to_bf16(x)
-        top = tl.maximum(top, as_bits(x) & MAGNITUDE)
         rows = rows + (x,)
+    top = largest(rows)
     _, value, factor = e8m0_scales(top, RULE, MAX, RECIPROCAL, MAX_EXPONENT, ZERO)
     values_at = values_ptr + line * num_k + k
     seed = tl.load(seed_ptr)

@@ -22,6 +22,7 @@ from lightning_nvfp4.ops.triton.device.elements import (
     e4m3_value,
     e8m0_scales,
     e8m0_value,
+    larger,
     nvfp4_scales,
     philox_words,
     random_at,
@@ -86,9 +87,17 @@ def load_blocks(at, inside, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
+def top_along(x, AXIS: tl.constexpr):
+    """Return the int32 magnitude bits of the largest float32 along a dim; NaN is above infinity."""
+    if INTERPRETED:  # which reduces by other functions one element at a time
+        return tl.max(as_bits(x) & MAGNITUDE, axis=AXIS)
+    return as_bits(tl.reduce(x, AXIS, larger)) & MAGNITUDE
+
+
+@triton.jit
 def block_tops(x, ROWS: tl.constexpr, L: tl.constexpr, C: tl.constexpr):
     """Return the int32 magnitude bits (L, C) of the largest element of each block, of ROWS rows in 2D blocks."""
-    top = tl.max(as_bits(x) & MAGNITUDE, axis=2)
+    top = top_along(x, 2)
     if ROWS > 1:
         tile = tl.max(tl.reshape(top, (L // ROWS, ROWS, C)), axis=1, keep_dims=True)
         top = tl.reshape(tl.broadcast_to(tile, (L // ROWS, ROWS, C)), (L, C))
@@ -128,12 +137,12 @@ def random_tile(seed, base, sl, sk, AXIS: tl.constexpr, L: tl.constexpr, C: tl.c
 def random_matrix(seed, base, stride, ALIGNED: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
     """Return uint32 random bits (R, K) of elements at row-major index base + r * stride + k.
 
-    One draw serves four columns if ALIGNED: rows then start at a multiple of four.
+    One draw serves four columns if ALIGNED: base and stride are then multiples of four.
     """
     r = tl.arange(0, R)[:, None]
     if ALIGNED:
         four = 4 * tl.arange(0, K // 4)[None, :]
-        w0, w1, w2, w3 = philox_words(seed, (base + r * stride + four) >> 2)
+        w0, w1, w2, w3 = philox_words(seed, (base >> 2) + ((r * stride + four) >> 2))
         return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (R, K))
     return random_at(seed, base + r * stride + tl.arange(0, K)[None, :])
 
