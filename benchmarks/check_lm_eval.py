@@ -3,9 +3,10 @@
     nvfp4 eval --config eval/offline.yaml --data-dir DATA --checkpoint MODEL --precision bf16 --out OUT
     python benchmarks/check_lm_eval.py OUT/offline.bf16.json --data-dir DATA
 
-The harness loads the model itself (FP32 weights, BF16 autocast, log-softmax in FP32), and runs its stock tasks unchanged: the data are laid
-out as the hub's repositories in a temporary folder. Tasks that the result lacks, and MBPP, are left out. Prints one row
-for each score, with the number of documents whose answers are equal bit for bit, and exits with 1 on a difference.
+The harness loads the model itself (FP32 weights, BF16 autocast, log-softmax in FP32), and runs its stock tasks
+unchanged: the data are laid out as the hub's repositories in a temporary folder. Tasks that the result lacks, and MBPP,
+are left out. Prints one row for each score, with the number of documents whose answers are equal bit for bit, and exits
+with 1 on a difference.
 """
 
 from __future__ import annotations
