@@ -1,11 +1,12 @@
 """Check an evaluation in BF16 against lm-evaluation-harness run on its own: same model, same documents, same digits.
 
-    nvfp4 eval --config eval/offline.yaml --data-dir DATA --checkpoint MODEL --precision bf16-gemm --out OUT
-    python benchmarks/check_lm_eval.py OUT/offline.bf16-gemm.json --data-dir DATA
+    nvfp4 eval --config eval/offline.yaml --data-dir DATA --checkpoint MODEL --precision bf16 --out OUT
+    python benchmarks/check_lm_eval.py OUT/offline.bf16.json --data-dir DATA
 
-The harness loads the model itself (FP32 weights, BF16 autocast), and runs its stock tasks unchanged: the data are laid
-out as the hub's repositories in a temporary folder. Tasks that the result lacks, and MBPP, are left out. Prints one row
-for each score, with the number of documents whose answers are equal bit for bit, and exits with 1 on a difference.
+The harness loads the model itself (FP32 weights, BF16 autocast, log-softmax in FP32), and runs its stock tasks
+unchanged: the data are laid out as the hub's repositories in a temporary folder. Tasks that the result lacks, and MBPP,
+are left out. Prints one row for each score, with the number of documents whose answers are equal bit for bit, and exits
+with 1 on a difference.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class CodeEval(evaluate.Metric):
 def main() -> int:
     """Compare and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", help="file that nvfp4 eval wrote, of a Hugging Face folder in bf16-gemm")
+    parser.add_argument("result", help="file that nvfp4 eval wrote, of a Hugging Face folder in bf16")
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--tasks", nargs="*", help="of the result (default: all that the harness has)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -90,6 +91,7 @@ def _check(name: str, result: EvalResult, model: str, device: str) -> bool:
             "pretrained": model,
             "dtype": "float32",
             "mixed_precision_dtype": "bfloat16",
+            "softmax_dtype": "float32",
             "max_length": result.config["max_length"],
         },
         tasks=list(counts),

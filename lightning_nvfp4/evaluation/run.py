@@ -28,6 +28,10 @@ from lightning_nvfp4.evaluation.surroundings import no_network, own_random_state
 from lightning_nvfp4.lm.rl.sandbox import run_python
 from lightning_nvfp4.nn.inference import inference
 
+PLAIN = "bf16"
+"""The model as it is under BF16 autocast, as lm-evaluation-harness runs it; `bf16-gemm` converts, and sums in FP32."""
+
+UNCONVERTED = {"roles": {}}
 NO_PERMISSION = "its answers are programs, which run only with --allow-code-execution"
 _PACKAGES = ("lightning-nvfp4", "torch", "transformers", "lm-eval", "datasets")
 
@@ -58,7 +62,7 @@ def evaluate(
         checkpoint: a stage's run folder (its ``hf/`` is read), a Lightning checkpoint, a Hugging Face folder, the name
             of a hub model, or a GGUF file; see `sources.open_source`.
         config: a suite (``eval/*.yaml``).
-        precision: preset name.
+        precision: preset name, or `PLAIN`, which takes no `overrides`.
         out: the result file if it ends in ``.json``, else a folder, which gets ``<checkpoint>-<precision>.json``.
         limit: score at most this many documents of each task.
         allow_code_execution: run model-written code, in the sandbox.
@@ -96,7 +100,8 @@ def evaluate(
         model: Any = source.model
         model.to(ranks.device).eval()
         start = time.monotonic()
-        with inference(model, precision, overrides=overrides, backend=backend) as report:
+        preset, changes = ("bf16-gemm", UNCONVERTED) if precision == PLAIN else (precision, overrides)
+        with inference(model, preset, overrides=changes, backend=backend) as report:
             plan = _plan(suite, definitions, source.tokenizer, judge, limit, seed)
             identity = [source.fingerprint, precision, overrides, report.backend, seed, ranks.size, _versions()]
             journal = Journal(_journal_path(path, ranks.rank), [*identity, _hardware(model.device), suite.resolved()])

@@ -33,7 +33,8 @@ class InMemoryLM(_HFLM):
     def __init__(
         self, *args: Any, journal: Journal, accelerator: Any = None, seed: int = 0, progress: bool = True, **kwargs: Any
     ) -> None:
-        super().__init__(*args, **kwargs)
+        # By default log-likelihoods have the logits' eight bits, too few to tell precisions apart.
+        super().__init__(*args, softmax_dtype="float32", **kwargs)
         self._journal = journal
         self._seed = seed
         self._quiet = not progress
