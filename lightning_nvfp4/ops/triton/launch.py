@@ -197,11 +197,10 @@ def requantize(
     out = torch.empty(*experts, n, k, dtype=values, device=codes.device)
     scale = tensor_scale.expand(*experts, n, 1).reshape(-1, n)
     launch(
-        matrix_kernel.requantize_kernel, (ceil_div(k, 512), ceil_div(n, 32), math.prod(experts)), codes,
+        matrix_kernel.requantize_kernel, (ceil_div(k, 256), ceil_div(n, 32), math.prod(experts)), codes,
         codes, block_scale, scale, out, seed, n, k, codes.shape[-1], block_scale.shape[-1], *scale.stride(),
         BF16=source == torch.bfloat16,
-        ALIGNED=k % 4 == 0, EVEN=n % 32 == 0 and k % 512 == 0, K_TILE=512, num_warps=4,
-        maxnreg=168,  # three programs of four warps on a multiprocessor
+        ALIGNED=k % 4 == 0, EVEN=n % 32 == 0 and k % 256 == 0, K_TILE=256, num_warps=4,
         **{name: constants[name] for name in _MATRIX_CONSTANTS},
     )  # fmt: skip
     return out
