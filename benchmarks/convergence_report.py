@@ -210,10 +210,13 @@ def _limits(gaps: Mapping[str, Gaps], plan: Plan) -> list[list[str]]:
 
 
 def _verdict(values: Sequence[float], kind: str, limit: float) -> str:
-    value = 100 * (t_interval(values)[1] if kind == "upper" else statistics.fmean(values) if values else math.nan)
-    if math.isnan(value):
+    low, high = t_interval(values) if kind == "upper" else [statistics.fmean(values) if values else math.nan] * 2
+    if math.isnan(high):
         return "missing: too few seeds"
-    return f"{'better' if value <= limit else 'worse'} than the limit: {value:+.2f} %"
+    verdict = "better than the limit" if 100 * high <= limit else "not shown by so few seeds"
+    if 100 * low > limit:
+        verdict = "worse than the limit"
+    return f"{verdict}: {100 * high:+.2f} %"
 
 
 def _remarks(runs: Runs, gaps: Mapping[str, Gaps], plan: Plan) -> list[str]:

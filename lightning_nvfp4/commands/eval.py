@@ -6,9 +6,9 @@ import os
 import re
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from lightning_nvfp4.commands.console import make_console
 from lightning_nvfp4.commands.parser import Parser
 from lightning_nvfp4.commands.paths import check_writable, find_config
 from lightning_nvfp4.commands.yaml_files import read_mapping
@@ -69,7 +69,8 @@ def run(arguments: list[str]) -> int:
     check_writable(out, "--out")
     from lightning_nvfp4.evaluation.run import evaluate
 
-    console = Console(quiet=os.environ.get("RANK", "0") != "0")
+    console = make_console()
+    console.quiet = os.environ.get("RANK", "0") != "0"
     table = Table(box=None, pad_edge=False)
     for title in ("precision", "task", "score", "±", "documents"):
         table.add_column(title)
@@ -106,5 +107,5 @@ def _prepare(config: Path, data_dir: str | None) -> int:
     needs = prepare(config, data_dir)
     for need in needs:
         table.add_row(need.task, need.what, need.state, need.reason)
-    Console().print(table, markup=False)
+    make_console().print(table, markup=False)
     return 1 if any(need.state == "missing" for need in needs) else 0

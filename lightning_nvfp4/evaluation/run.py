@@ -131,7 +131,13 @@ def evaluate(
             versions=_versions(),
             hardware=_hardware(model.device),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
-            config={**suite.resolved(), "limit": limit, "overrides": dict(overrides or {}), "ranks": ranks.size},
+            config={
+                **suite.resolved(),
+                "limit": limit,
+                "overrides": dict(overrides or {}),
+                "ranks": ranks.size,
+                "plan_hash": report.plan_hash,
+            },
             seconds=seconds if report.native else None,
             samples=tuple(samples),
         )
