@@ -153,6 +153,19 @@ def test_both_directions_in_one_pass_are_two_quantizations(name: str, shape: tup
         assert_values_equal(values.cpu(), quantize_values(x, spec, dim=dim, seed=5, backend="reference")[0])
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-sr"])
+@pytest.mark.parametrize("shape", [(37, 50), (64, 128)], ids=str)
+def test_codes_of_both_directions_are_two_quantizations(name: str, shape: tuple[int, int]) -> None:
+    from lightning_nvfp4.ops.triton import launch
+
+    x, spec = adversarial(*shape), COVERED[name]
+    packed, _, _ = launch.both(x.to(DEVICE), spec, torch.tensor(5, device=DEVICE), True, None)
+    assert packed is not None
+    for (codes, scale), dim in zip((packed[:2], packed[2:]), (1, 0), strict=True):
+        expected = quantize(x, spec, dim=dim, seed=5, backend="reference")
+        assert torch.equal(codes.cpu(), expected.codes) and torch.equal(scale.cpu(), expected.block_scale)
+
+
 @pytest.mark.parametrize(
     ("source", "name"),
     [(source, "mxfp8") for source in ("nvfp4", "nvfp4-row", "nvfp4-2d")]
