@@ -18,7 +18,7 @@ def test_a_mixture_of_experts_is_one_graph_with_the_bits_of_eager():
     pytest.importorskip("triton")
     torch._dynamo.reset()
     counters.clear()
-    model = tiny_model()
+    model = tiny_model(num_experts=4, moe_intermediate_size=32)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     context = convert(model.to(device), "nvfp4-hybrid", overrides=EVERYTHING, backend="triton").context
     block = model.model.layers[0].mlp
