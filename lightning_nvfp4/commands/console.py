@@ -10,8 +10,11 @@ _FILE_WIDTH = 400  # no table is wider; rich takes 80 columns for a file or a pi
 
 
 def make_console() -> Console:
-    """Return a console as wide as the terminal; in a file or a pipe as wide as the text, unless COLUMNS says else."""
-    console = Console()
+    """Return a console as wide as the terminal; in a file or a pipe as wide as the text, unless COLUMNS says else.
+
+    What it prints stands as it is: names of files and tasks may have brackets in them.
+    """
+    console = Console(markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _FILE_WIDTH
     return console
