@@ -61,19 +61,31 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--deadline", type=float, default=float("inf"))
             command.add_argument("--parent", type=int, default=None)
         else:
-            command.add_argument("--workers", type=int, default=1)
+            command.add_argument("--workers", type=_positive, default=1)
             command.add_argument("--minutes", type=float, default=None)
             command.add_argument("--arms", default=None, help="comma-separated; all of the file's without it")
-            command.add_argument("--seeds", default=None, help="comma-separated; each arm's own without it")
+            command.add_argument(
+                "--seeds", default=None, type=_seeds, help="comma-separated; each arm's own without it"
+            )
             command.add_argument("--whole", action="store_true", help="start no run that will not end in time")
     return parser
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    return number
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def _pending(plan: Plan, options: argparse.Namespace) -> deque[tuple[Arm, int]]:
     """Return the runs to do: one seed of every arm before the next, so that pairs are complete early."""
     arms = plan.arms if options.arms is None else [plan.arm(name.strip()) for name in options.arms.split(",")]
     if options.seeds is not None:
-        arms = [dataclasses.replace(arm, seeds=tuple(map(int, options.seeds.split(",")))) for arm in arms]
+        arms = [dataclasses.replace(arm, seeds=options.seeds) for arm in arms]
     runs = sorted(((place, arm, seed) for arm in arms for place, seed in enumerate(arm.seeds)), key=lambda run: run[0])
     done = {(arm.name, seed) for _, arm, seed in runs if _finished(options.out, plan, arm, seed)}
     return deque((arm, seed) for _, arm, seed in runs if (arm.name, seed) not in done)
@@ -161,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
         failed = run(plan, options)
         print(write_report(options.out, plan))
         return 1 if failed else 0
-    except UserError as error:
+    except (UserError, OSError) as error:  # a folder that cannot be written says so itself
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -148,16 +148,26 @@ def unpack(folder: Path) -> dict[str, Any]:
     about_path = folder / "tokens.json"
     if not about_path.is_file():
         raise UserError(f"{folder}: no tokens.json: make it with `python benchmarks/convergence.py prepare`.")
-    about = json.loads(about_path.read_text(encoding="utf-8"))
+    try:
+        about = json.loads(about_path.read_text(encoding="utf-8"))
+        sizes = {part: 2 * int(about[part]["tokens"]) for part in _PARTS}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{about_path}: damaged ({error!r}): prepare the folder again.") from error
     for part in _PARTS:
         path = folder / f"{part}.u16"
         packed = path.with_name(f"{path.name}.xz")
         if not path.is_file() and packed.is_file():
             temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            with lzma.open(packed, "rb") as source, temporary.open("wb") as out:
-                shutil.copyfileobj(source, out, 1 << 20)
+            try:
+                with lzma.open(packed, "rb") as source, temporary.open("wb") as out:
+                    shutil.copyfileobj(source, out, 1 << 20)
+            except (EOFError, lzma.LZMAError) as error:
+                temporary.unlink(missing_ok=True)
+                raise UserError(
+                    f"{packed}: not a whole .xz file ({error}): copy it again, or prepare again."
+                ) from error
             os.replace(temporary, path)
-        if not path.is_file() or path.stat().st_size != 2 * about[part]["tokens"]:
+        if not path.is_file() or path.stat().st_size != sizes[part]:
             raise UserError(
                 f"{path}: not the {about[part]['tokens']} tokens that {about_path} names. Delete it if its .xz is "
                 "there, or prepare the folder again."

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import datasets
+import jinja2
+from jinja2 import meta
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate as harness_evaluate
 from lm_eval.tasks import TaskManager
@@ -47,6 +49,11 @@ def own_tasks(
     for split, rows in splits.items():
         if any(field not in row for row in rows):
             raise UserError(f"task {name!r}: parts is {field!r}, and {split} documents have no such field.")
+        bad = next((row[field] for row in rows if not isinstance(row[field], str | int)), "")
+        if bad != "":
+            raise UserError(
+                f"task {name!r}: parts is {field!r}, and a {split} document has {bad!r:.60} there: need text."
+            )
     return {
         str(part): _own_task(
             f"{name}/{part}",
@@ -79,16 +86,58 @@ def _own_task(
     if spec.temperature is not None:
         config.setdefault("generation_kwargs", {}).update(do_sample=True, temperature=float(spec.temperature))
     config["repeats"] = spec.samples
-    loaded = datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in splits.items()})
-    config |= {"task": name, "custom_dataset": lambda **_: loaded, "test_split": "test"}
+    _check_fields(name, config, splits)
+    config |= {"task": name, "test_split": "test"}
     if "fewshot" in splits:
         config["fewshot_split"] = "fewshot"
     if spec.fewshot is not None:
         config["num_fewshot"] = spec.fewshot
     try:
-        return ConfigurableTask(config=config)
-    except (TypeError, KeyError, ValueError, AssertionError) as error:
-        raise UserError(f"task {name!r}: lm-evaluation-harness refuses its definition: {error}") from error
+        loaded = datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in splits.items()})
+        task = ConfigurableTask(config={**config, "custom_dataset": lambda **_: loaded})
+    except (TypeError, LookupError, ValueError, AssertionError, jinja2.TemplateError) as error:
+        raise UserError(f"task {name!r}: lm-evaluation-harness refuses its documents or definition: {error}") from error
+    wanted = config.get("num_fewshot") or 0
+    available = len(splits["fewshot"]) if "fewshot" in splits else len(splits["test"]) - 1
+    if wanted > available:
+        raise UserError(f"task {name!r}: fewshot is {wanted}, and there are {available} examples: lower it.")
+    if config.get("output_type") == "multiple_choice":
+        _check_choices(name, task)
+    return task
+
+
+def _check_fields(name: str, config: dict[str, Any], splits: dict[str, Rows]) -> None:
+    """Refuse a document without a field that others have and the prompt shows: it would be asked "None"."""
+    templates = [config.get(part) for part in ("description", "doc_to_text", "doc_to_choice", "doc_to_target")]
+    try:
+        shown = {
+            field
+            for template in templates
+            if isinstance(template, str)
+            for field in (template, *meta.find_undeclared_variables(jinja2.Environment().parse(template)))
+        }
+    except jinja2.TemplateError as error:
+        raise UserError(f"task {name!r}: no Jinja template: {error}.") from error
+    for split, rows in splits.items():
+        for field in sorted(shown & set().union(*rows)):
+            for number, row in enumerate(rows, start=1):
+                if field not in row:
+                    raise UserError(
+                        f"task {name!r}: {split} document {number} has no field {field!r}, which the prompt shows and "
+                        "others have: add it, or drop the document."
+                    )
+
+
+def _check_choices(name: str, task: ConfigurableTask) -> None:
+    """Refuse a document whose right answer is none of its choices: it would count as wrong."""
+    for number, document in enumerate(task.eval_docs, start=1):
+        choices, gold = task.doc_to_choice(document), task.doc_to_target(document)
+        for one in gold if isinstance(gold, list) else [gold]:
+            if not (0 <= one < len(choices) if isinstance(one, int) else one in choices):
+                raise UserError(
+                    f"task {name!r}: the answer of document {number} is {one!r:.60}, none of its "
+                    f"{len(choices)} choices: mend the document."
+                )
 
 
 def stock_tasks(name: str, spec: TaskSpec) -> Tasks:

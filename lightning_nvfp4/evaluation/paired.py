@@ -88,8 +88,9 @@ def paired_delta(run: str, documents: Documents, baseline: Documents) -> Delta:
         estimate = over_seeds(ours * scale, theirs * scale)
         interval, p, test = Interval(estimate.delta, estimate.low, estimate.high), estimate.p, "t over seeds"
     else:
-        differences = (ours - theirs)[0]
-        if np.isin(np.stack((ours, theirs)), (0.0, 1.0)).all() and np.ptp(documents.weights) == 0.0:
+        differences = ours.mean(axis=0) - theirs.mean(axis=0)  # one seed each, or one document
+        right = len(ours) + len(theirs) == 2 and np.isin(np.stack((ours, theirs)), (0.0, 1.0)).all()
+        if right and np.ptp(documents.weights) == 0.0:
             gained, lost = int((differences > 0).sum()), int((differences < 0).sum())
             interval = Interval((gained - lost) / n, *proportions_interval(gained, lost, n))
             p, test = mcnemar(gained, lost), "McNemar"
@@ -154,7 +155,7 @@ def _detectable(delta: Delta, documents: Documents, baseline: Documents, signifi
         estimate = over_seeds(documents.values * scale, baseline.values * scale)
         return detectable(estimate.error * math.sqrt(n), n, significant=significant, freedom=estimate.freedom)
     scale = documents.weights / documents.weights.mean()
-    spread = float(np.sqrt((((documents.values - baseline.values) * scale) ** 2).mean()))
+    spread = float(np.sqrt((((documents.values.mean(axis=0) - baseline.values.mean(axis=0)) * scale) ** 2).mean()))
     found = detectable(spread, n, significant=significant)
     if delta.test == "McNemar":
         found = max(found, fewest_changes(significant) / n)
@@ -176,7 +177,7 @@ def _logprob(documents: Documents, baseline: Documents) -> Interval | None:
     if len(ours) + len(theirs) > 2 and len(documents.ids) > 1:
         estimate = over_seeds(ours, theirs)
         return Interval(estimate.delta, estimate.low, estimate.high)
-    return _mean((ours - theirs)[0], documents.weights)
+    return _mean(ours.mean(axis=0) - theirs.mean(axis=0), documents.weights)
 
 
 def agreement(ours: list[list[object]], theirs: list[list[object]]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +46,10 @@ def documents_of(label: str, results: Sequence[EvalResult]) -> dict[Key, Documen
     """Return the documents of every task and metric that all seeds of the arm `label` scored.
 
     Raises:
-        UserError: seeds over different documents.
+        UserError: seeds over different documents, or numbers that cannot be compared.
     """
+    for result in results:
+        _check(label, result)
     by_seed = [_by_task(result) for result in results]
     found = {}
     for key, first in by_seed[0].items():
@@ -66,6 +69,18 @@ def documents_of(label: str, results: Sequence[EvalResult]) -> dict[Key, Documen
             tuple(lanes[0]),
         )
     return found
+
+
+def _check(label: str, result: EvalResult) -> None:
+    for sample in result.samples:
+        where = f"{label}: document {sample.id} of {sample.task} {sample.metric}"
+        if not math.isfinite(sample.value) or (sample.logprob is not None and math.isnan(sample.logprob)):
+            raise UserError(
+                f"{where} has score {sample.value} and log-likelihood {sample.logprob}: need numbers. The model's "
+                "outputs are not finite there; leave this result out, or evaluate again."
+            )
+        if not (math.isfinite(sample.weight) and sample.weight > 0):
+            raise UserError(f"{where} has weight {sample.weight}: need one above 0. Evaluate again.")
 
 
 def same_documents(key: Key, name: str, a: Any, label: str, b: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -22,7 +23,7 @@ from lightning_nvfp4.evaluation.documents import load_documents
 from lightning_nvfp4.evaluation.journal import Journal
 from lightning_nvfp4.evaluation.ranks import shared_ranks
 from lightning_nvfp4.evaluation.results import EvalResult, Sample, Score
-from lightning_nvfp4.evaluation.sources import open_source
+from lightning_nvfp4.evaluation.sources import open_source, tokenizer_identity
 from lightning_nvfp4.evaluation.suite import Definition, Suite, TaskSpec, load_definition, load_suite
 from lightning_nvfp4.evaluation.surroundings import no_network, own_random_state, quiet
 from lightning_nvfp4.lm.rl.sandbox import run_python
@@ -95,7 +96,13 @@ def evaluate(
     judge = (
         partial(judge_programs, workers=_sandboxes(), allow_unsafe=allow_unsafe_code) if allow_code_execution else None
     )
-    with no_network(suite.offline), quiet(), own_random_state(seed), shared_ranks(device) as ranks:
+    with (
+        no_network(suite.offline),
+        quiet(),
+        own_random_state(seed),
+        shared_ranks(device) as ranks,
+        ExitStack() as opened,
+    ):
         source = open_source(checkpoint, tokenizer)
         model: Any = source.model
         model.to(ranks.device).eval()
@@ -103,8 +110,10 @@ def evaluate(
         preset, changes = ("bf16-gemm", UNCONVERTED) if precision == PLAIN else (precision, overrides)
         with inference(model, preset, overrides=changes, backend=backend) as report:
             plan = _plan(suite, definitions, source.tokenizer, judge, limit, seed)
-            identity = [source.fingerprint, precision, overrides, report.backend, seed, ranks.size, _versions()]
-            journal = Journal(_journal_path(path, ranks.rank), [*identity, _hardware(model.device), suite.resolved()])
+            # The limit and the suite decide which documents share a batch.
+            identity = [source.fingerprint, precision, overrides, report.backend, seed, limit, ranks.size, _versions()]
+            identity += [tokenizer_identity(source.tokenizer), _hardware(model.device), suite.resolved()]
+            journal = opened.enter_context(closing(Journal(_journal_path(path, ranks.rank), identity)))
             from lightning_nvfp4.evaluation.wrapped_model import wrap
 
             lm = wrap(

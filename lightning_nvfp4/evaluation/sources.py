@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,3 +162,10 @@ def _lightning_tokenizer(path: Path, name: str | None) -> Any:
 def _fingerprint(path: Path) -> list[Any]:
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+def tokenizer_identity(tokenizer: Any) -> list[Any]:
+    """Return what of a tokenizer decides which tokens a text becomes, as plain data."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    return [type(tokenizer).__name__, tokenizer.chat_template, hashlib.sha256(str(rules).encode()).hexdigest()]

@@ -286,3 +286,36 @@ def test_noise_is_two_seeds_of_the_baseline():
 
 def test_files_of_the_driver_import_each_other_from_anywhere():
     assert Path(sys.modules["convergence"].__file__ or "").parent == ROOT / "benchmarks"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokens.json", b'{"train": {"tok', "damaged .* prepare the folder again"),
+        ("tokens.json", b"{}", "damaged .*'train'"),
+        ("train.u16.xz", b"\xfd7zXZ\x00\x00\x04\xe6\xd6", "not a whole .xz file"),
+    ],
+)
+def test_a_damaged_token_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    about = {part: {"tokens": 8, "blake2b": ""} for part in ("train", "validation")}
+    (tmp_path / "tokens.json").write_text(json.dumps(about))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{name}: {message}"):
+        unpack(tmp_path)
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("option", [["--workers", "0"], ["--seeds", "x"]], ids=str)
+def test_a_driver_that_could_start_nothing_ends(option: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--tokens-dir", str(tmp_path), "--out", str(tmp_path), *option])
+    assert ended.value.code == 2
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "some words"}\n')
+    arguments = ["prepare", "--tokens-dir", str(tmp_path / "file" / "x"), "--train", str(text), "--validation"]
+    assert main([*arguments, str(text), "--vocab", "300"]) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err

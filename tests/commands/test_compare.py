@@ -53,3 +53,10 @@ def test_arms_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert cli.main(["compare", *arguments]) != 0
         said = capsys.readouterr()
         assert words in said.out + said.err
+
+
+def test_brackets_in_names_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = result(tmp_path / "[red]a.json", "bf16-gemm", 80), result(tmp_path / "[" / "b].json", "nvfp4", 60)
+    assert cli.main(["compare", "--arm", "[red]", str(a), "--arm", "[/b]", str(b)]) == 0
+    said = capsys.readouterr().out
+    assert "against [red]" in said and "[/b]" in said

@@ -300,3 +300,33 @@ def test_what_makes_scores_differ_besides_the_run_is_said() -> None:
         "CPU, a on H2",
     ):
         assert words in notes
+
+
+@pytest.mark.parametrize("values", [(1.0, 0.0), (1.5, 0.25)], ids=["right or wrong", "any score"])
+@pytest.mark.parametrize("seeds", [(3, 2), (3, 1), (2, 2)], ids=str)
+def test_one_document_in_several_seeds_decides_nothing(values: tuple[float, float], seeds: tuple[int, int]) -> None:
+    arms = {
+        name: [result("bf16-gemm", [value], logprobs=[-value])] * count
+        for name, value, count in zip("ab", values, seeds, strict=True)
+    }
+    delta = only(compare_results(arms))
+    assert (delta.delta, delta.p, delta.verdict) == (values[1] - values[0], 1.0, WITHIN_NOISE)
+    assert delta.logprob is not None and delta.logprob.value == values[0] - values[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"value": float("nan")}, "b: document doc1 of word exact_match has score nan .*need numbers"),
+        ({"value": float("inf")}, "score inf"),
+        ({"logprob": float("nan")}, "log-likelihood nan"),
+        ({"weight": 0.0}, "weight 0.0: need one above 0"),
+    ],
+    ids=str,
+)
+def test_what_is_no_number_gets_no_verdict(fields: dict[str, float], message: str) -> None:
+    good = result("bf16-gemm", [1.0, 0.0, 0.5])
+    first, second, third = good.samples
+    bad = replace(good, samples=(first, replace(second, **fields), third))
+    with pytest.raises(UserError, match=message):
+        compare_results({"a": good, "b": bad})

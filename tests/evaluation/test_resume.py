@@ -6,11 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.evaluation import run
 from lightning_nvfp4.evaluation.journal import Journal
 from lightning_nvfp4.evaluation.results import EvalResult, read_result
 from lightning_nvfp4.evaluation.run import evaluate
@@ -77,6 +82,7 @@ def test_journal_keeps_whole_batches_of_the_same_evaluation(tmp_path: Path) -> N
         journal.add(key, answer)
     journal.flush()
     journal.add("lost", 1)
+    journal.close()
     with path.open("a") as stream:
         stream.write('[["torn", ')
     again = Journal(path, ["model", "nvfp4"])
@@ -84,8 +90,59 @@ def test_journal_keeps_whole_batches_of_the_same_evaluation(tmp_path: Path) -> N
     assert again.answers(["lost", "torn"]) == [None, None]
     again.add("c", 3)
     again.flush()
-    assert Journal(path, ["model", "nvfp4"]).answers(["a", "c"]) == [[-1.5, True], 3]
-    assert Journal(path, ["model", "mxfp8"]).answers(["a", "b", "c"]) == [None] * 3
+    again.close()
+    with closing(Journal(path, ["model", "nvfp4"])) as third:
+        assert third.answers(["a", "c"]) == [[-1.5, True], 3]
+    kept = path.read_bytes()
+    with closing(Journal(path, ["model", "mxfp8"])) as other:
+        assert other.answers(["a", "b", "c"]) == [None] * 3
+    assert path.with_name(f"{path.name}.old").read_bytes() == kept
+
+
+def test_a_journal_has_one_writer(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with closing(Journal(path, 0)) as first, pytest.raises(UserError, match="another evaluation is writing it"):
+        first.add("a", 1)
+        first.flush()
+        before = path.read_bytes()
+        Journal(path, 1)
+    assert path.read_bytes() == before
+    Journal(path, 0).delete()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("line", ["5", "{", '[["a"]]', "[1]", "\xff"])
+def test_a_damaged_line_of_a_journal_is_named_and_nothing_is_lost(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "journal.jsonl"
+    with closing(Journal(path, 0)) as journal:
+        for key in "ab":
+            journal.add(key, key)
+            journal.flush()
+    head, first, second = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([head, first, line.encode("latin-1"), second, b""]))
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"journal\.jsonl, line 3: no batch .* Delete that line"):
+        Journal(path, 0)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("changes", [{"limit": 2}, {"tokenizer": "other"}, {"seed": 1}], ids=str)
+def test_answers_of_another_evaluation_are_neither_taken_nor_lost(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(TASKS)
+    if "tokenizer" in changes:
+        other = AutoTokenizer.from_pretrained(checkpoint / "hf")
+        other.add_tokens("colour")
+        changes = {"tokenizer": str(tmp_path / "other")}
+        other.save_pretrained(changes["tokenizer"])
+    monkeypatch.setattr(run, "_score", lambda *_: 1 / 0)
+    for options in ({}, changes):
+        with pytest.raises(ZeroDivisionError):
+            evaluate(checkpoint, suite, "bf16-gemm", tmp_path / "out.json", progress=False, **options)
+    journal, old = (path.read_text() for path in sorted(tmp_path.glob(".out.*")))
+    assert journal != old
 
 
 RANKS = """

@@ -189,3 +189,41 @@ def test_bad_arguments(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="name a folder"):
         evaluate_many(checkpoint, SUITE, ["nvfp4", "mxfp8"], tmp_path / "a.json")
     assert list(tmp_path.iterdir()) == []
+
+
+_CHOICE = """documents: {test: t.jsonl}
+parts: PARTS
+harness:
+  output_type: multiple_choice
+  doc_to_text: "{{question}}"
+  doc_to_choice: "{{choices}}"
+  doc_to_target: answer
+  metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+_DOCUMENT = {"question": "q", "choices": ["a", "b"], "answer": 0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "fewshot", "message"),
+    [
+        ([_DOCUMENT, {"choices": ["a"], "answer": 0}], "null", 0, "test document 2 has no field 'question'"),
+        ([{"choices": ["a"], "answer": 0}], "null", 0, "'question' is undefined"),
+        ([_DOCUMENT, _DOCUMENT | {"question": 5}], "null", 0, "refuses its documents"),
+        ([_DOCUMENT, _DOCUMENT | {"answer": 7}], "null", 0, "answer of document 2 is 7, none of its 2 choices"),
+        ([_DOCUMENT | {"choices": []}], "null", 0, "refuses its documents"),
+        ([_DOCUMENT, _DOCUMENT | {"choices": []}], "null", 0, "answer of document 2 is 0, none of its 0 choices"),
+        ([_DOCUMENT] * 3, "null", 5, "fewshot is 5, and there are 2 examples: lower it"),
+        ([_DOCUMENT | {"topic": ["a"]}], "topic", 0, "a test document has ..a.. there: need text"),
+    ],
+)
+def test_a_document_that_cannot_be_asked_is_refused_before_the_first_is(
+    tmp_path: Path, rows: list, parts: str, fewshot: int, message: str
+) -> None:
+    from lightning_nvfp4.evaluation.harness import own_tasks
+    from lightning_nvfp4.evaluation.suite import TaskSpec
+
+    path = tmp_path / "task.yaml"
+    path.write_text(_CHOICE.replace("PARTS", parts))
+    spec = TaskSpec(definition=str(path), fewshot=fewshot)
+    with pytest.raises(UserError, match=message):
+        own_tasks("a", spec, load_definition(path), {"test": rows}, chat=False, judge=None)

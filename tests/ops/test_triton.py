@@ -96,6 +96,14 @@ def test_tiles_without_masks_down_columns(name: str, shape: tuple[int, int]) -> 
 
 
 @each_spec
+@pytest.mark.parametrize("shape", [(32, 1), (2, 64, 1)], ids=str)
+def test_a_single_column(spec: QuantSpec, shape: tuple[int, ...]) -> None:
+    for x in (normal(*shape), adversarial(*shape)):
+        reference = quantize(x, spec, dim=-2, seed=7, backend="reference")
+        assert_same(quantize(x.to(DEVICE), spec, dim=-2, seed=7, backend="triton"), reference)
+
+
+@each_spec
 @pytest.mark.parametrize("shape", [(64, 32), (2, 32, 16)], ids=str)
 def test_transposed_input(spec: QuantSpec, shape: tuple[int, ...]) -> None:
     x = normal(*shape).transpose(-1, -2)

@@ -97,8 +97,11 @@ def quantize(
     lead = [n for d, n in enumerate(shape) if d != dim]
     row_amax, per_block, strides = False, False, (0, 0, 0, 0)
     sixth = tensor_scale = None
+    columns = dim == x.ndim - 2 and x.is_contiguous() and down_columns(spec, v)
     if constants["NV"]:
-        row_amax = amax_ is None and spec.tensor_scale == "row" and v.strides[3] == 1 and length <= MAX_ROW
+        # Not down a single column, whose elements are neighbours too: its kernel is given the amax.
+        alone = v.strides[3] == 1 and length <= MAX_ROW and not columns
+        row_amax = amax_ is None and spec.tensor_scale == "row" and alone
         if row_amax:
             c = max(power_of_two(num_c), (spec.hadamard or 1) // block, 1)
             rows = max(constants["ROWS"], min(power_of_two(nl), max(1, 8192 // (c * block))))
@@ -121,7 +124,7 @@ def quantize(
         out_shape = (*shape[:dim], length, *shape[dim + 1 :])
         out_values = torch.empty(out_shape, dtype=values, device=x.device)
         vs = view(out_shape, dim).strides
-    if dim == x.ndim - 2 and x.is_contiguous() and down_columns(spec, v):
+    if columns:
         # Lines of 128 bytes, of x along L and of codes along K.
         tile, c, warps = (64, 16 if four_bits else 4, 8 if four_bits else 4) if codes else (512, 1, 4)
         # The compiler takes what it may; fewer registers leave room for more programs on a multiprocessor.
