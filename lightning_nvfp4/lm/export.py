@@ -72,6 +72,12 @@ def _load_best(trainer: Trainer, pl_module: LightningModule) -> None:
     """Give the module the weights of the best checkpoint."""
     found = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "monitor", None)]
     path = next((str(best) for callback in found if (best := getattr(callback, "best_model_path", ""))), None)
+    if path is None and found:
+        raise UserError(
+            f"HFExport.weights is best, and {found[0].monitor} was never measured, so no checkpoint is the best. Nothing "
+            "was exported; the last checkpoint is whole. Give validation data (data.val_path), validate before the run "
+            "ends (trainer.val_check_interval), or set weights to last, and continue with --ckpt_path last."
+        )
     if path is None:
         raise UserError(
             "HFExport.weights is best, and no checkpoint was monitored: add a ModelCheckpoint with monitor: val/loss "
