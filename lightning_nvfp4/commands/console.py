@@ -10,8 +10,8 @@ _FILE_WIDTH = 400  # no table is wider; rich takes 80 columns for a file or a pi
 def make_console() -> Console:
     """Return a console as wide as the terminal; in a file or a pipe as wide as the text.
 
-    There COLUMNS is not asked: it belongs to a terminal that some parent of this process had. What it prints stands as it
-    is: names of files and tasks may have brackets in them.
+    There COLUMNS is not asked: it belongs to a terminal that some parent of this process had. What it prints stands as
+    it is: names of files and tasks may have brackets in them.
     """
     console = Console(markup=False, emoji=False)
     if not console.is_terminal:
