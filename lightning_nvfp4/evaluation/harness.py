@@ -131,7 +131,8 @@ def _check_fields(name: str, config: dict[str, Any], splits: dict[str, Rows]) ->
 
 def _check_choices(name: str, task: ConfigurableTask) -> None:
     """Refuse a document whose right answer is none of its choices: it would count as wrong."""
-    for number, document in enumerate(task.eval_docs, start=1):
+    documents: Any = task.eval_docs
+    for number, document in enumerate(documents, start=1):
         choices, gold = task.doc_to_choice(document), task.doc_to_target(document)
         for one in gold if isinstance(gold, list) else [gold]:
             if not (0 <= one < len(choices) if isinstance(one, int) else one in choices):
