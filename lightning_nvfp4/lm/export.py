@@ -75,8 +75,8 @@ def _load_best(trainer: Trainer, pl_module: LightningModule) -> None:
     if path is None and found:
         raise UserError(
             f"HFExport.weights is best, and {found[0].monitor} was never measured, so no checkpoint is the best. "
-            "Nothing was exported; the last checkpoint is whole. Give validation data (data.val_path), validate before the "
-            "run ends (trainer.val_check_interval), or set weights to last, and continue with --ckpt_path last."
+            "Nothing was exported; the last checkpoint is whole. Give validation data (data.val_path), validate before "
+            "the run ends (trainer.val_check_interval), or set weights to last, and continue with --ckpt_path last."
         )
     if path is None:
         raise UserError(
