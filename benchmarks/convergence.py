@@ -1,4 +1,4 @@
-"""Evidence of what the precisions cost in pretraining: runs the arms of `convergence.yaml`, resumes, and reports.
+r"""Evidence of what the precisions cost in pretraining: runs the arms of `convergence.yaml`, resumes, and reports.
 
     python benchmarks/convergence.py prepare --tokens-dir TOKENS --train 'corpus/train-*.jsonl.gz' \
         --validation corpus/validation.jsonl.gz [--max-tokens 25000000] [--compress]
