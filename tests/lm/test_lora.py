@@ -117,3 +117,9 @@ def test_training_stops_when_validation_does_not_improve_and_exports_the_best(
     assert all(torch.equal(exported[name.removeprefix("model.")], v) for name, v in kept["state_dict"].items())
     with pytest.raises(UserError, match="HFExport.weights is best, and no checkpoint was monitored"):
         make_trainer(1, callbacks=[HFExport(weights="best")]).fit(CausalLM(moe_fields), lm_data())
+    unseen = ModelCheckpoint(tmp_path / "u", monitor="val/loss", save_top_k=1, save_on_train_epoch_end=False)
+    trainer = make_trainer(
+        1, limit_val_batches=0, enable_checkpointing=True, callbacks=[unseen, HFExport(weights="best")]
+    )
+    with pytest.raises(UserError, match="val/loss was never measured.*data.val_path"):
+        trainer.fit(CausalLM(moe_fields), lm_data())
