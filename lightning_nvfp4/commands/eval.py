@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> int:
     console = make_console()
     console.quiet = os.environ.get("RANK", "0") != "0"
     table = Table(box=None, pad_edge=False)
-    for title in ("precision", "task", "score", "±", "documents"):
+    for title in ("precision", "task", "metric", "score", "±", "documents"):
         table.add_column(title)
     for precision in dict.fromkeys(options.precision or ["bf16-gemm"]):
         target = out / f"{re.sub(r'[^A-Za-z0-9._-]', '-', config.stem)}.{precision}.json"
@@ -90,9 +90,9 @@ def run(arguments: list[str]) -> int:
         )
         for score in result.scores:
             error = "" if score.stderr is None else f"{score.stderr:.3f}"
-            table.add_row(precision, score.task, f"{score.value:.3f}", error, str(score.n))
+            table.add_row(precision, score.task, score.metric, f"{score.value:.3f}", error, str(score.n))
         for task, reason in result.skipped.items():
-            table.add_row(precision, task, "skipped", "", reason)
+            table.add_row(precision, task, "", "skipped", "", reason)
         console.print(f"wrote {target}", markup=False, soft_wrap=True)
     console.print(table)
     return 0

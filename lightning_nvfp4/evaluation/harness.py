@@ -16,6 +16,7 @@ from typing import Any
 import datasets
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate as harness_evaluate
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from lightning_nvfp4.errors import UserError
@@ -101,6 +102,21 @@ def stock_tasks(name: str, spec: TaskSpec) -> Tasks:
         if spec.fewshot is not None:
             task.set_config("num_fewshot", spec.fewshot)
     return {"": next(iter(loaded.values()))} if len(loaded) == 1 else loaded
+
+
+def check_answer_length(lm: InMemoryLM, name: str, tasks: Tasks) -> None:
+    """Refuse a task whose longest answer leaves no place for a question in the model's context."""
+    for task in tasks.values():
+        if task.OUTPUT_TYPE != "generate_until":
+            continue
+        settings: Any = normalize_gen_kwargs(task.get_config("generation_kwargs") or {}, lm.max_gen_toks)
+        longest = settings["max_gen_toks"]
+        if longest >= lm.max_length:
+            raise UserError(
+                f"task {name!r}: generation_kwargs.max_gen_toks is {longest}, and the model's context has "
+                f"{lm.max_length} tokens, which leaves none for the question. Copy the suite without the task, or with "
+                "a definition that has a smaller max_gen_toks."
+            )
 
 
 def score(

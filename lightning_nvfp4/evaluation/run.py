@@ -208,6 +208,8 @@ def _plan(
 def _score(plan: _Plan, lm: Any, suite: Suite, progress: bool) -> tuple[list[Score], list[Sample]]:
     from lightning_nvfp4.evaluation import harness
 
+    for name, planned in plan.tasks.items():
+        harness.check_answer_length(lm, name, planned.tasks)
     scores: list[Score] = []
     samples: list[Sample] = []
     # One after the other, so that a task's batches, and with them the last digits, do not depend on the other tasks.

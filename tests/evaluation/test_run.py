@@ -177,6 +177,28 @@ def test_bad_documents_are_named(tmp_path: Path) -> None:
         load(hub=5)
 
 
+def test_an_answer_longer_than_the_context_is_refused_before_anything_runs(checkpoint: Path, tmp_path: Path) -> None:
+    """The tiny model's context has 256 tokens; the first task would fit."""
+    (tmp_path / "long.yaml").write_text(
+        (SUITE.parent / "tasks" / "word.yaml").read_text().replace("max_gen_toks: 32", "max_gen_toks: 256")
+    )
+    word = SUITE.parent / "tasks" / "word.yaml"
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(f"tasks: {{word: {{definition: {word}, limit: 1}}, long: {{definition: long.yaml, limit: 1}}}}\n")
+    message = "task 'long': generation_kwargs.max_gen_toks is 256, and the model's context has 256 tokens"
+    with pytest.raises(UserError, match=message):
+        evaluate(checkpoint, suite, "bf16-gemm", tmp_path / "out", progress=False)
+
+
+def test_the_printed_table_names_each_metric(checkpoint: Path, tmp_path: Path, capsys) -> None:
+    out = ["--limit", "1", "--out", str(tmp_path)]
+    assert run(["--config", str(SUITE), "--checkpoint", str(checkpoint), *out]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"precision +task +metric +score", printed)
+    assert re.search(r"bf16-gemm +word +exact_match +\d\.\d{3}", printed)
+    assert re.search(r"bf16-gemm +code +skipped", printed)
+
+
 def test_bad_arguments(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         evaluate("./nowhere", SUITE, "bf16-gemm", tmp_path)
