@@ -159,7 +159,8 @@ def check_answer_length(lm: InMemoryLM, name: str, tasks: Tasks) -> None:
     for task in tasks.values():
         if task.OUTPUT_TYPE != "generate_until":
             continue
-        longest = normalize_gen_kwargs(task.get_config("generation_kwargs") or {}, lm.max_gen_toks)["max_gen_toks"]
+        settings: Any = normalize_gen_kwargs(task.get_config("generation_kwargs") or {}, lm.max_gen_toks)
+        longest = settings["max_gen_toks"]
         if longest >= lm.max_length:
             raise UserError(
                 f"task {name!r}: generation_kwargs.max_gen_toks is {longest}, and the model's context has "

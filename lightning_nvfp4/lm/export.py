@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -70,13 +71,13 @@ class HFExport(Callback):
 
 def _load_best(trainer: Trainer, pl_module: LightningModule) -> None:
     """Give the module the weights of the best checkpoint."""
-    found = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "monitor", None)]
-    path = next((str(best) for callback in found if (best := getattr(callback, "best_model_path", ""))), None)
+    found = [call for call in trainer.checkpoint_callbacks if isinstance(call, ModelCheckpoint) and call.monitor]
+    path = next((call.best_model_path for call in found if call.best_model_path), None)
     if path is None and found:
         raise UserError(
             f"HFExport.weights is best, and {found[0].monitor} was never measured, so no checkpoint is the best. "
-            "Nothing was exported; the last checkpoint is whole. Give validation data (data.val_path), validate before "
-            "the run ends (trainer.val_check_interval), or set weights to last, and continue with --ckpt_path last."
+            "Nothing was exported; checkpoints are kept. Give validation data (data.val_path), validate before the run "
+            "ends (trainer.val_check_interval), or set weights to last."
         )
     if path is None:
         raise UserError(
