@@ -68,7 +68,8 @@ def test_pass_at_k_of_sampled_answers(checkpoint: Path, tmp_path: Path, monkeypa
         return answers
 
     monkeypatch.setattr(harness.InMemoryLM, "generate_until", generate)
-    path = suite(tmp_path, "tasks: {mbpp: {definition: tasks/mbpp_files.yaml, samples: 10, temperature: 0.8}}")
+    tasks = "max_length: 512\ntasks: {mbpp: {definition: tasks/mbpp_files.yaml, samples: 10, temperature: 0.8}}"
+    path = suite(tmp_path, tasks)
     options = {"allow_unsafe_code": True, "data_dir": tmp_path, "progress": False}
     result = evaluate(checkpoint, path, "bf16-gemm", tmp_path / "r.json", allow_code_execution=True, **options)
     assert {s.metric: s.value for s in result.scores} == pytest.approx({"pass_at_1": 0.2, "pass_at_10": 1.0})
