@@ -5,8 +5,8 @@
 
 The harness loads the model itself (FP32 weights, BF16 autocast, log-softmax in FP32), and runs its stock tasks
 unchanged: the data are laid out as the hub's repositories in a temporary folder. Tasks that the result lacks, and MBPP,
-are left out. Prints one row for each score, with the number of documents whose answers are equal bit for bit, and exits
-with 1 on a difference.
+are left out. On a CPU without BF16 instructions attention is this package's on both sides: in FP32. Prints one row for
+each score, with the number of documents whose answers are equal bit for bit, and exits with 1 on a difference.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from lightning_nvfp4.evaluation.articles import read_articles
 from lightning_nvfp4.evaluation.documents import load_documents
 from lightning_nvfp4.evaluation.results import EvalResult, Sample, read_result
+from lightning_nvfp4.nn.autocast import attention_of_autocast
 
 GROUPS = {"mmlu": "subject", "mmlu_pro": "category"}
 CODE_EVAL = """
@@ -85,24 +86,25 @@ def _check(name: str, result: EvalResult, model: str, device: str) -> bool:
     for sample in ours:
         label = f"{name}_{sample.part.replace(' ', '_')}" if sample.part else name
         counts[label] = counts.get(label, 0) + 1
-    theirs: Any = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={
-            "pretrained": model,
-            "dtype": "float32",
-            "mixed_precision_dtype": "bfloat16",
-            "softmax_dtype": "float32",
-            "max_length": result.config["max_length"],
-        },
-        tasks=list(counts),
-        num_fewshot=spec["fewshot"],
-        samples={label: list(range(count)) for label, count in counts.items()},
-        batch_size=spec["batch_size"] or result.config["batch_size"],
-        device=device,
-        fewshot_random_seed=result.seeds["fewshot"],
-        bootstrap_iters=0,
-        confirm_run_unsafe_code=True,
-    )
+    with attention_of_autocast(torch.device(device).type):
+        theirs: Any = lm_eval.simple_evaluate(
+            model="hf",
+            model_args={
+                "pretrained": model,
+                "dtype": "float32",
+                "mixed_precision_dtype": "bfloat16",
+                "softmax_dtype": "float32",
+                "max_length": result.config["max_length"],
+            },
+            tasks=list(counts),
+            num_fewshot=spec["fewshot"],
+            samples={label: list(range(count)) for label, count in counts.items()},
+            batch_size=spec["batch_size"] or result.config["batch_size"],
+            device=device,
+            fewshot_random_seed=result.seeds["fewshot"],
+            bootstrap_iters=0,
+            confirm_run_unsafe_code=True,
+        )
     answers: dict[str, Any] = {}
     for entries in theirs["samples"].values():
         for entry in entries:
