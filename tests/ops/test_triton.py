@@ -58,7 +58,7 @@ def assert_same(ours: QuantizedTensor, reference: QuantizedTensor) -> None:
 
 
 @each_spec
-@pytest.mark.parametrize("shape", [(37, 50), (3, 20, 40), (64, 128), (5,), (2, 3, 5, 16), (1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(37, 50), (2, 9, 40), (64, 128), (5,), (2, 1, 3, 16), (1, 1)], ids=str)
 def test_codes_and_scales_are_the_references(spec: QuantSpec, shape: tuple[int, ...]) -> None:
     # Where one scale serves the tensor, the extremes of the second leave only zeros and saturated codes of the rest.
     for x in (normal(*shape), adversarial(*shape)):
