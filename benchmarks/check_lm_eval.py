@@ -115,7 +115,7 @@ def _check(name: str, result: EvalResult, model: str, device: str) -> bool:
         metric, _, filtered = score.metric.partition("@")
         stock = {"pass_at_1": "pass@1"}.get(metric, metric)
         parts = [
-            (next(v for k, v in values.items() if k.split(",")[0] == stock and filtered in k), counts[label])
+            (float(next(v for k, v in values.items() if k.split(",")[0] == stock and filtered in k)), counts[label])
             for label, values in theirs["results"].items()
             if label in counts
         ]

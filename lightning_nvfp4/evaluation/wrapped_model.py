@@ -33,8 +33,9 @@ class InMemoryLM(_HFLM):
     def __init__(
         self, *args: Any, journal: Journal, accelerator: Any = None, seed: int = 0, progress: bool = True, **kwargs: Any
     ) -> None:
-        # By default log-likelihoods have the logits' eight bits, too few to tell precisions apart.
-        super().__init__(*args, softmax_dtype="float32", **kwargs)
+        # HFLM's defaults switch autocast off around the model, and leave log-likelihoods the eight bits of the logits,
+        # too few to tell precisions apart.
+        super().__init__(*args, mixed_precision_dtype="bfloat16", softmax_dtype="float32", **kwargs)
         self._journal = journal
         self._seed = seed
         self._quiet = not progress

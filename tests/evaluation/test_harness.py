@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.evaluation import harness
@@ -95,6 +96,24 @@ def test_batches_do_not_change_scores(checkpoint: Path, tmp_path: Path) -> None:
         if one.task == "choice":
             # BF16 sums in another order: likelihoods agree to its 8 bits, over a few tokens.
             assert one.response == pytest.approx(five.response, rel=0.02)
+
+
+def test_the_model_runs_under_bf16_autocast_as_inference_says(checkpoint: Path, tmp_path: Path) -> None:
+    from lightning_nvfp4.evaluation.journal import Journal
+    from lightning_nvfp4.evaluation.sources import open_source
+    from lightning_nvfp4.evaluation.wrapped_model import wrap
+    from lightning_nvfp4.nn.inference import inference
+
+    source = open_source(checkpoint)
+    ids = torch.arange(8).reshape(1, 8)
+    with torch.no_grad(), inference(source.model, "nvfp4-hybrid"):
+        expected = source.model(ids).logits
+        seen = []
+        source.model.register_forward_hook(lambda module, inputs, output: seen.append(output.logits.dtype))
+        lm = wrap(source.model, source.tokenizer, journal=Journal(None))
+        assert torch.equal(lm._model_call(ids), expected)
+        lm._model_generate(ids, attention_mask=torch.ones_like(ids), max_length=10, stop=[])
+    assert set(seen) == {torch.bfloat16} and len(seen) > 1
 
 
 def test_files_with_few_shot_examples(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
