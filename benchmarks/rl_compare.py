@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
-from statistics import fmean, stdev, variance
+from statistics import fmean, variance
 
 import matplotlib
 
@@ -38,6 +38,7 @@ import torch
 from scipy import stats
 from timing import hardware
 
+from lightning_nvfp4.evaluation.statistics import t_interval
 from lightning_nvfp4.lm.data.tasks import draw_word
 
 METRICS = ("reward", "logp_diff", "routing_agreement", "kl", "entropy", "clip_share", "length", "zero_variance_share")
@@ -292,7 +293,7 @@ def compare(baseline: str, arm: str, finals: dict[str, dict[int, tuple[float, fl
         return [f"{title}: no interval yet."]
     one, other = ([finals[name][seed][1] for seed in both] for name in (arm, baseline))
     difference = [a - b for a, b in zip(one, other, strict=True)]
-    low, high = paired_interval(difference)
+    low, high = t_interval(difference)
     welch_low, welch_high = welch_interval(one, other)
     gains = {name: fmean(finals[name][seed][1] - finals[name][seed][0] for seed in both) for name in (arm, baseline)}
     return [
@@ -303,12 +304,6 @@ def compare(baseline: str, arm: str, finals: dict[str, dict[int, tuple[float, fl
         + ", ".join(f"{Path(name).stem} {gain:+.3f}" for name, gain in gains.items())
         + f". The interval cannot exclude a difference of up to {max(abs(low), abs(high)):.3f}."
     ]
-
-
-def paired_interval(differences: list[float]) -> tuple[float, float]:
-    """Student's 95 % interval of the mean of paired differences."""
-    half = float(stats.t.ppf(0.975, len(differences) - 1)) * stdev(differences) / math.sqrt(len(differences))
-    return fmean(differences) - half, fmean(differences) + half
 
 
 def welch_interval(one: list[float], other: list[float]) -> tuple[float, float]:

@@ -25,7 +25,7 @@ def driver() -> ModuleType:
 
 
 def test_intervals_are_those_of_the_textbook(driver: ModuleType) -> None:
-    low, high = driver.paired_interval([0.1, 0.2, 0.3, 0.4, 0.5])
+    low, high = driver.t_interval([0.1, 0.2, 0.3, 0.4, 0.5])
     half = 2.7764451 * 0.15811388 / 5**0.5
     assert (low, high) == pytest.approx((0.3 - half, 0.3 + half))
     low, high = driver.welch_interval([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])

@@ -65,30 +65,18 @@ def grouped_linear(
         (R, N) of `out_dtype`. Gradients: of x in x's dtype, of w and bias in theirs, accumulated in FP32.
     """
     groups = Groups.of(counts)
-    y_RN = _grouped_linear(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype, codes, segments)
+    if numerics.native and codes is None and segments is None and _is_native(x_RK, numerics):
+        y_RN = _native(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype)
+    elif torch.is_grad_enabled() and (x_RK.requires_grad or w_ENK.requires_grad):
+        y_RN = _GroupedLinear.apply(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype, codes, segments)
+    else:
+        with torch.autocast(x_RK.device.type, enabled=False):
+            gemm = numerics.effective()
+            _, x = _forward_input(x_RK, codes, gemm, numerics, groups, packed=False)
+            y_RN = _fprop(x, _inference_weight(w_ENK, gemm, numerics), bias_EN, groups, numerics, out_dtype)
     if numerics.context.observer is not None:
         numerics.context.observer.watch(x_RK if codes is None else None, w_ENK, y_RN, groups, numerics)
     return y_RN
-
-
-def _grouped_linear(
-    x_RK: Tensor,
-    w_ENK: Tensor,
-    bias_EN: Tensor | None,
-    groups: Groups,
-    numerics: LayerNumerics,
-    out_dtype: torch.dtype,
-    codes: QuantizedTensor | None,
-    segments: Segments | None,
-) -> Tensor:
-    if numerics.native and codes is None and segments is None and _is_native(x_RK, numerics):
-        return _native(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype)
-    if torch.is_grad_enabled() and (x_RK.requires_grad or w_ENK.requires_grad):
-        return _GroupedLinear.apply(x_RK, w_ENK, bias_EN, groups, numerics, out_dtype, codes, segments)
-    with torch.autocast(x_RK.device.type, enabled=False):
-        gemm = numerics.effective()
-        _, x = _forward_input(x_RK, codes, gemm, numerics, groups, packed=False)
-        return _fprop(x, _inference_weight(w_ENK, gemm, numerics), bias_EN, groups, numerics, out_dtype)
 
 
 if not COMPILES:

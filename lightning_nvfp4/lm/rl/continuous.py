@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.hf_model import router_options
-from lightning_nvfp4.lm.rl.rollout import Rollout, check_prompts, from_completions, is_sharded
+from lightning_nvfp4.lm.rl.rollout import Rollout, check_prompts, from_completions, is_sharded, without_padding
 from lightning_nvfp4.nn.inference import cached_weights
 
 _PAGE = 64
@@ -49,7 +49,7 @@ class ContinuousEngine:
             raise UserError("rollout.engine is continuous, and the model is sharded: set it to transformers.")
         input_ids = input_ids.repeat_interleave(group_size, dim=0)
         attention_mask = attention_mask.repeat_interleave(group_size, dim=0)
-        prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
+        prompts = without_padding(input_ids, attention_mask)
         settings = GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=temperature > 0,

@@ -123,6 +123,11 @@ def position_ids(attention_mask: Tensor) -> Tensor:
     return (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 
+def without_padding(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
+    """Return the real tokens of each row of a padded batch."""
+    return [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
+
+
 def rollout_generator(seed: int, step: int, micro_batch: int, rank: int, device: torch.device) -> torch.Generator:
     """A generator that is a function of its arguments; distinct arguments give independent streams."""
     state = np.random.SeedSequence((seed, step, micro_batch, rank)).generate_state(1, np.uint64)[0]

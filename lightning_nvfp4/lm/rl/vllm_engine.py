@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.export import export
-from lightning_nvfp4.lm.rl.rollout import Rollout, check_prompts, from_completions
+from lightning_nvfp4.lm.rl.rollout import Rollout, check_prompts, from_completions, without_padding
 
 _REQUESTS_AT_ONCE = 64
 _START = "Start it with VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --logprobs-mode processed_logprobs."
@@ -72,7 +72,7 @@ class VLLMEngine:
         """See `rollout.sample`; the generator gives each prompt the seed that the server samples with."""
         check_prompts(model, input_ids, attention_mask, max_new_tokens)
         seeds = torch.randint(2**31, (len(input_ids),), generator=generator, device=generator.device).tolist()
-        prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
+        prompts = without_padding(input_ids, attention_mask)
         self._model = self._model or self._served_model()
         settings = {
             "model": self._model,

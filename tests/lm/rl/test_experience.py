@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_policies
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
+from tiny_policies import Trace, low_share, weights
 
 from lightning_nvfp4.commands.metrics_log import RunCSVLogger
 from lightning_nvfp4.errors import UserError
@@ -26,33 +28,7 @@ from lightning_nvfp4.lm.rl.routing import recorded_routing, routing_agreement
 CPU = torch.device("cpu")
 
 
-def low_share(completions: list[str], references: list[dict[str, Any]]) -> list[float]:
-    words = [[word for word in text.split() if word[1:].isdecimal()] for text in completions]
-    return [sum(int(word[1:]) < 35 for word in row) / max(len(row), 1) for row in words]
-
-
-def policy(fields: dict[str, Any], **options: Any) -> GRPO:
-    settings = {
-        "model": fields,
-        "optimizer": OptimizerConfig(lr=1e-2, weight_decay=0.0),
-        "group_size": 4,
-        "max_new_tokens": 4,
-        "reward": low_share,
-        "log_prompts": 0,
-    }
-    return GRPO(**(settings | options))
-
-
-class Trace(Callback):
-    def __init__(self) -> None:
-        self.metrics: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-
-def weights(module: GRPO) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+policy = partial(tiny_policies.policy, group_size=4)
 
 
 def fit(make_trainer: Any, module: GRPO, data: Any, steps: int = 1, **options: Any) -> list[dict[str, float]]:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
+from tiny_policies import Trace, low_share, policy, weights
 
 from lightning_nvfp4.errors import UserError
-from lightning_nvfp4.lm.optim import OptimizerConfig
 from lightning_nvfp4.lm.rl.abort import AbortThresholds
 from lightning_nvfp4.lm.rl.grpo import GRPO
 from lightning_nvfp4.lm.rl.rollout_log import RolloutLog
@@ -25,41 +24,6 @@ METRICS = (
 
 def starts_with_w10(completions: list[str], references: list[dict[str, Any]]) -> list[float]:
     return [float(text.split()[:1] == ["w10"]) for text in completions]
-
-
-def low_share(completions: list[str], references: list[dict[str, Any]]) -> list[float]:
-    words = [[word for word in text.split() if word[1:].isdecimal()] for text in completions]
-    return [sum(int(word[1:]) < 35 for word in row) / max(len(row), 1) for row in words]
-
-
-def policy(fields: dict[str, Any], **options: Any) -> GRPO:
-    settings = {
-        "model": fields,
-        "optimizer": OptimizerConfig(lr=1e-2, weight_decay=0.0),
-        "group_size": 8,
-        "max_new_tokens": 4,
-        "reward": low_share,
-        "log_prompts": 0,
-    }
-    return GRPO(**(settings | options))
-
-
-class Trace(Callback):
-    """Metrics after every batch, and the weights before every optimizer step."""
-
-    def __init__(self) -> None:
-        self.metrics: list[dict[str, float]] = []
-        self.weights: list[torch.Tensor] = []
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.weights.append(torch.cat([parameter.detach().flatten() for parameter in pl_module.parameters()]))
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-
-def weights(module: GRPO) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 @pytest.mark.parametrize("updates", [1, 2])

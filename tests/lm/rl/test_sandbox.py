@@ -14,13 +14,7 @@ from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.rl import sandbox
 from lightning_nvfp4.lm.rl.sandbox import Program, run_many, run_python
 
-
-@pytest.fixture(scope="module", autouse=True)
-def isolation() -> None:
-    try:
-        run_python("pass")
-    except UserError as error:
-        pytest.skip(f"no namespaces on this machine: {error}")
+pytestmark = pytest.mark.usefixtures("isolation")
 
 
 CHECK = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 9\n"

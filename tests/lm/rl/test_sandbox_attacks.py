@@ -11,19 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_nvfp4.errors import UserError
-from lightning_nvfp4.lm.rl.sandbox import Program, SandboxResult, run_many, run_python
+from lightning_nvfp4.lm.rl.sandbox import Program, SandboxResult, run_many
 
 CHECK = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 9\n"
 RIGHT = Program("def square(x):\n    return x * x\n", CHECK, "square")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def isolation() -> None:
-    try:
-        run_python("pass")
-    except UserError as error:
-        pytest.skip(f"no namespaces on this machine: {error}")
+pytestmark = pytest.mark.usefixtures("isolation")
 
 
 def attack(source: str, tests: str = "", entry_point: str | None = None, timeout: float = 3.0) -> SandboxResult:
