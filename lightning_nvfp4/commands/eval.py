@@ -13,7 +13,7 @@ from lightning_nvfp4.commands.parser import Parser
 from lightning_nvfp4.commands.paths import check_writable, find_config
 from lightning_nvfp4.commands.yaml_files import read_mapping
 from lightning_nvfp4.errors import UserError, unknown
-from lightning_nvfp4.recipe import PRESETS
+from lightning_nvfp4.evaluation.results import PRECISIONS
 
 
 def run(arguments: list[str]) -> int:
@@ -28,7 +28,7 @@ def run(arguments: list[str]) -> int:
     )
     parser.add_argument("--tokenizer", help="where it is not the checkpoint's own: embedded, a folder, or a hub name")
     parser.add_argument(
-        "--precision", nargs="+", action="extend", default=[], help=f"bf16, {', '.join(PRESETS)} (default: bf16-gemm)"
+        "--precision", nargs="+", action="extend", default=[], help=f"{', '.join(PRECISIONS)} (default: bf16-gemm)"
     )
     parser.add_argument("--out", help="folder of the results (default: eval/ in the checkpoint's folder)")
     parser.add_argument("--limit", type=int, help="documents per task (default: all)")
@@ -50,8 +50,8 @@ def run(arguments: list[str]) -> int:
     if options.checkpoint is None:
         raise UserError("--checkpoint is missing: name what to evaluate.")
     for precision in options.precision:
-        if precision not in ("bf16", *PRESETS):
-            raise unknown("--precision", precision, ("bf16", *PRESETS))
+        if precision not in PRECISIONS:
+            raise unknown("--precision", precision, PRECISIONS)
     if options.limit is not None and options.limit < 1:
         raise UserError(f"--limit {options.limit}: must be at least 1; leave it out for all documents.")
     from lightning_nvfp4.evaluation.sources import find_source

@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.recipe import PRESETS
 
 SCHEMA = 1
+PLAIN = "bf16"
+"""The model as it is under BF16 autocast, as lm-evaluation-harness runs it; `bf16-gemm` converts, and sums in FP32."""
+PRECISIONS = (PLAIN, *PRESETS)
+"""What a checkpoint can be evaluated in."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class EvalResult:
 
     Attributes:
         suite: name of the configuration.
-        precision: preset.
+        precision: one of `PRECISIONS`.
         backend: where the GEMMs ran.
         native: whether the hardware computes in that precision; False means emulated numerics.
         checkpoint: as given.

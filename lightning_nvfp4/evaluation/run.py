@@ -22,15 +22,12 @@ from lightning_nvfp4.evaluation.code import judge_programs
 from lightning_nvfp4.evaluation.documents import load_documents
 from lightning_nvfp4.evaluation.journal import Journal
 from lightning_nvfp4.evaluation.ranks import shared_ranks
-from lightning_nvfp4.evaluation.results import EvalResult, Sample, Score
+from lightning_nvfp4.evaluation.results import PLAIN, EvalResult, Sample, Score
 from lightning_nvfp4.evaluation.sources import open_source, tokenizer_identity
 from lightning_nvfp4.evaluation.suite import Definition, Suite, TaskSpec, load_definition, load_suite
 from lightning_nvfp4.evaluation.surroundings import no_network, own_random_state, quiet
 from lightning_nvfp4.lm.rl.sandbox import run_python
 from lightning_nvfp4.nn.inference import inference
-
-PLAIN = "bf16"
-"""The model as it is under BF16 autocast, as lm-evaluation-harness runs it; `bf16-gemm` converts, and sums in FP32."""
 
 UNCONVERTED = {"roles": {}}
 NO_PERMISSION = "its answers are programs, which run only with --allow-code-execution"
