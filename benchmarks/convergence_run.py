@@ -197,6 +197,8 @@ class Evidence(Callback):
         if len(self.pending) >= _FLUSH_EVERY or last:
             self.flush()
         if last:
+            if self.options.keep:
+                trainer.save_checkpoint(self.folder / "checkpoints" / "last.ckpt")
             self.finish(trainer, "finished", pl_module)
             return
         out_of_time = time.time() >= self.options.deadline

@@ -17,6 +17,7 @@ from lightning_nvfp4.nn.context import LayerNumerics
 from lightning_nvfp4.nn.function import grouped_linear
 from lightning_nvfp4.nn.linear import compute_dtype
 from lightning_nvfp4.ops import Groups, QuantizedTensor, has_kernels
+from lightning_nvfp4.ops.rows import TokenSum, sum_rows
 
 EXPERTS_IMPLEMENTATION = "block_scaled"
 
@@ -65,8 +66,8 @@ class Routing:
 
     Attributes:
         groups: padded rows of each expert.
-        rows: int64 (T, S), the row of each choice; that of a choice without expert is any, and `live` is false.
-        live: bool (T, S), or ``None`` if all are.
+        rows: int64 (T, S), the row of each choice; R for a choice without expert.
+        live: bool (T, S), false for a choice without expert; ``None`` if all have one.
         choices: int64 (R,), flat (token * S + choice) of each row, -1 where the row is padding.
     """
 
@@ -105,11 +106,12 @@ def route(top_k_index: Tensor, num_experts: int, alignment: int, on_device: bool
     ranked = ids[order].clamp(max=num_experts - 1)
     # A choice without expert is sent behind the last row, and cut off.
     row_of_rank = torch.arange(len(ids), device=ids.device) - first[ranked] + (ends - padded)[ranked]
-    row_of_rank = torch.where(ids[order] < num_experts, row_of_rank, num_rows)
+    # Not `torch.where`, which copies a number to the device and waits for it.
+    row_of_rank = row_of_rank.masked_fill(ids[order] >= num_experts, num_rows)
     choices = ids.new_full((num_rows + 1,), -1).index_copy(0, row_of_rank, order)[:num_rows]
     rows = torch.empty_like(ids).index_copy(0, order, row_of_rank).view(top_k_index.shape)
     live = None if not on_device and int(first[-1]) == len(ids) else rows < num_rows
-    return Routing(groups, rows.clamp(max=max(num_rows - 1, 0)), live, choices)
+    return Routing(groups, rows, live, choices)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -127,14 +129,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         (dx_RD,) = grad_outputs
-        routing: Routing = ctx.routing
-        total = None
-        # In the order of the choices: a scatter would add in any.
-        for s in range(routing.rows.shape[1]):
-            part = _rows_of(dx_RD, routing, s).float()
-            total = part if total is None else total + part
-        assert total is not None
-        return total.to(dx_RD.dtype), None
+        return sum_choices(dx_RD, None, ctx.routing, dx_RD.dtype), None
 
 
 class _Combine(torch.autograd.Function):
@@ -144,12 +139,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, y_RD: Tensor, weights_TS: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
         ctx.save_for_backward(y_RD, weights_TS)
-        out = None
-        for s in range(routing.rows.shape[1]):
-            part = _rows_of(y_RD, routing, s).float() * weights_TS[:, s, None].float()
-            out = part if out is None else out.add_(part)
-        assert out is not None
-        return out
+        return sum_choices(y_RD, weights_TS, routing, torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -167,13 +157,36 @@ class _Combine(torch.autograd.Function):
         return dy_RD, torch.stack(dweights, dim=1).to(weights_TS.dtype), None
 
 
+def sum_choices(x_RD: Tensor, weights_TS: Tensor | None, routing: Routing, dtype: torch.dtype) -> Tensor:
+    """Return the (weighted) sum of the rows of each token's choices (T, D), added in FP32 in their order.
+
+    A scatter would add in any order.
+    """
+    if not torch.compiler.is_compiling() and len(x_RD):
+        num_rows, every = len(x_RD), torch.arange(len(x_RD), device=x_RD.device)
+        rows_TS = routing.rows
+        what = TokenSum(x_RD, every, rows_TS.view(-1), slice(0, num_rows), weights_TS, rows_TS.shape[1], dtype)
+        # Behind the last row, where choices without expert are, stands one of zeros.
+        fused = sum_rows(x_RD.new_zeros(1, x_RD.shape[1]), what)
+        if fused is not None:
+            return fused
+    total = None
+    for s in range(routing.rows.shape[1]):
+        part = _rows_of(x_RD, routing, s).float()
+        part = part if weights_TS is None else part * weights_TS[:, s, None].float()
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total.to(dtype)
+
+
 def _rows_of(x_RD: Tensor, routing: Routing, choice: int) -> Tensor:
     """Return the row of each token's choice (T, D); zeros where the choice has no expert."""
     rows = routing.rows[:, choice]
     if not len(x_RD):
         return x_RD.new_zeros(len(rows), x_RD.shape[1])
-    part = x_RD[rows]
-    return part if routing.live is None else part.masked_fill_(~routing.live[:, choice, None], 0)
+    if routing.live is None:
+        return x_RD[rows]
+    return x_RD[rows.clamp(max=len(x_RD) - 1)].masked_fill_(~routing.live[:, choice, None], 0)
 
 
 def _linear(

@@ -51,3 +51,24 @@ def test_generation_keeps_the_converted_experts():
     with torch.autocast("cuda", torch.bfloat16):
         out = model.generate(tokens(2, 3).cuda(), max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert out.shape == (2, 6) and model.config._experts_implementation == "block_scaled"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_experts_never_wait_for_the_device(preset):
+    """Forward and backward are launched ahead: Python and the GPU work at the same time."""
+    model = tiny_model("qwen3_moe").cuda()
+    convert(model, preset, overrides={"keep_first_blocks": 0, "keep_last_blocks": 0})
+    block = model.model.layers[0].mlp
+    x = torch.randn(2, 64, model.config.hidden_size, device="cuda", requires_grad=True)
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            y = block(x)
+        (y[0] if isinstance(y, tuple) else y).float().square().mean().backward()
+
+    step()  # constants go to the device once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
