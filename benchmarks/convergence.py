@@ -20,10 +20,11 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 from convergence_report import write_report
-from convergence_run import Options, read_json, run_folder, train
+from convergence_run import Options, read_json, run_folder, same_identity, train
 from convergence_settings import ROOT, Arm, Plan, read_plan
 from convergence_tokens import prepare, unpack
 
@@ -81,13 +82,22 @@ def _seeds(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def _pending(plan: Plan, options: argparse.Namespace) -> deque[tuple[Arm, int]]:
-    """Return the runs to do: one seed of every arm before the next, so that pairs are complete early."""
+def _pending(plan: Plan, options: argparse.Namespace, about: Mapping[str, Any]) -> deque[tuple[Arm, int]]:
+    """Return the runs to do: one seed of every arm before the next, so that pairs are complete early.
+
+    Raises:
+        UserError: a finished run is one of other data or settings.
+    """
     arms = plan.arms if options.arms is None else [plan.arm(name.strip()) for name in options.arms.split(",")]
     if options.seeds is not None:
         arms = [dataclasses.replace(arm, seeds=options.seeds) for arm in arms]
     runs = sorted(((place, arm, seed) for arm in arms for place, seed in enumerate(arm.seeds)), key=lambda run: run[0])
-    done = {(arm.name, seed) for _, arm, seed in runs if _finished(options.out, plan, arm, seed)}
+    done = set()
+    for _, arm, seed in runs:
+        folder = run_folder(options.out, plan, arm, seed)
+        if (result := read_json(folder / "result.json")) is not None:
+            same_identity(folder, result, plan.identity(arm, seed, about))
+            done.add((arm.name, seed))
     return deque((arm, seed) for _, arm, seed in runs if (arm.name, seed) not in done)
 
 
@@ -99,8 +109,8 @@ def run(plan: Plan, options: argparse.Namespace) -> int:
     """Run everything that is not finished, `options.workers` at a time; return the number of runs that failed."""
     started = time.time()
     deadline = float("inf") if options.minutes is None else started + 60 * options.minutes
-    unpack(options.tokens_dir)
-    pending = _pending(plan, options)
+    about = unpack(options.tokens_dir)
+    pending = _pending(plan, options, about)
     print(f"{len(pending)} runs of {plan.size.steps} steps ({plan.size.tokens} tokens)", flush=True)
     working: dict[tuple[str, int], tuple[subprocess.Popen[bytes], float]] = {}
     longest, failed = 0.0, 0
@@ -127,7 +137,7 @@ def run(plan: Plan, options: argparse.Namespace) -> int:
         if not working and (left <= 0 or (options.whole and longest > left)):
             break
         time.sleep(_POLL_SECONDS)
-    left_over = len(_pending(plan, options))
+    left_over = len(_pending(plan, options, about))
     print(f"{time.time() - started:6.0f} s  {left_over} runs left" + (f", {failed} failed" if failed else ""))
     return failed
 

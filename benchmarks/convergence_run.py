@@ -91,7 +91,7 @@ def train(plan: Plan, arm: Arm, seed: int, tokens: Path, out: Path, options: Opt
             )
         identity = plan.identity(arm, seed, data.about)
         if (result := read_json(folder / "result.json")) is not None:
-            _same_identity(folder, result, identity)
+            same_identity(folder, result, identity)
             return result["status"]
         return _train(plan, arm, seed, data, folder, identity, options)
 
@@ -168,7 +168,7 @@ class Evidence(Callback):
         batches = _hash(batch["input_ids"] for batch in itertools.islice(self.data.train_dataloader(), _FIRST_BATCHES))
         before = read_json(self.folder / "start.json")
         if before is not None:
-            _same_identity(self.folder, before, self.identity)
+            same_identity(self.folder, before, self.identity)
         fresh = trainer.global_step == 0
         weights = _hash(p for _, p in sorted(pl_module.named_parameters())) if fresh else (before or {}).get("weights")
         mine = {"identity": self.identity, "weights": weights, "batches": batches}
@@ -318,7 +318,8 @@ def _hash(tensors: Any) -> str:
     return digest.hexdigest()
 
 
-def _same_identity(folder: Path, stored: Mapping[str, Any], identity: str) -> None:
+def same_identity(folder: Path, stored: Mapping[str, Any], identity: str) -> None:
+    """Raise a `UserError` unless what is in a run's folder is of the same data and settings."""
     if stored.get("identity") != identity:
         raise UserError(
             f"{folder} holds a run of other data or settings (model, schedule or recipe have changed since). Give a "

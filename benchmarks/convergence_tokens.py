@@ -33,6 +33,7 @@ from lightning_nvfp4.lm.data.tokenizer import train_tokenizer, with_chat_tokens
 
 _ORDER_SEED = 0
 _ROWS_AT_ONCE = 256
+_DIGEST_BYTES = 16
 _PARTS = ("train", "validation")
 
 
@@ -124,7 +125,7 @@ def _encoded(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str] | Iterator
 
 def _write(path: Path, documents: Iterator[list[int]], limit: int | None, compress: bool) -> dict[str, Any]:
     """Write tokens to `path`, or to `path`.xz; return their number and the hash of the raw bytes."""
-    digest, count = hashlib.blake2b(digest_size=16), 0
+    digest, count = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
     target = path.with_name(f"{path.name}.xz") if compress else path
     with lzma.open(target, "wb", preset=6) if compress else target.open("wb") as out:
         for document in documents:
@@ -137,6 +138,11 @@ def _write(path: Path, documents: Iterator[list[int]], limit: int | None, compre
                 break
     path.with_name(path.name if compress else f"{path.name}.xz").unlink(missing_ok=True)
     return {"tokens": count, "blake2b": digest.hexdigest()}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES)).hexdigest()
 
 
 def unpack(folder: Path) -> dict[str, Any]:
@@ -171,6 +177,11 @@ def unpack(folder: Path) -> dict[str, Any]:
             raise UserError(
                 f"{path}: not the {about[part]['tokens']} tokens that {about_path} names. Delete it if its .xz is "
                 "there, or prepare the folder again."
+            )
+        if (found := _digest(path)) != about[part]["blake2b"]:
+            raise UserError(
+                f"{path}: its hash is {found}, and {about_path} names {about[part]['blake2b']}: it is not the file that "
+                "was prepared. Delete it if its .xz is there, or prepare the folder again."
             )
     return about
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -25,7 +26,7 @@ class NumericsMonitor(Callback):
 
     - ``sqnr``: 10 log10(sum x^2 / sum (x - dequantized)^2) in dB, x being the operand that the layer was given and the
       rest its own quantizer, seeds included; backward operands that a recipe takes from what the forward saw are
-      compared with the original as well;
+      compared with the original as well; left out where it is no number: operands of zeros alone, or without loss;
     - ``saturated``, ``flushed``: shares of the elements that are not zero which were cut to the largest value of their
       block, or became zero;
     - ``amax``: the largest magnitude.
@@ -127,8 +128,9 @@ class NumericsMonitor(Callback):
         values = torch.stack([*columns.values(), seen.double()]).tolist()  # one wait for the device
         for (index, operand), *numbers, there in zip(keys, *values, strict=True):
             if there:
-                names = (f"{PREFIX}/{self._names[index]}/{operand}/{what}" for what in columns)
-                metrics.update(zip(names, numbers, strict=True))
+                for what, number in zip(columns, numbers, strict=True):
+                    if what != "sqnr" or math.isfinite(number):
+                        metrics[f"{PREFIX}/{self._names[index]}/{operand}/{what}"] = number
         return metrics
 
     def _stop(self, trainer: Trainer) -> None:

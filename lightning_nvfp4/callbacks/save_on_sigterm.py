@@ -14,7 +14,8 @@ class SaveOnSigterm(Callback):
     """Save `last.ckpt` when SIGTERM ends training, as schedulers send it before they take a machine away.
 
     Lightning finishes the step, then leaves with exit status 0. The checkpoint lies where the run's `ModelCheckpoint`
-    with `save_last` has its own, else in `default_root_dir`; `--ckpt_path last` continues the run, bit for bit.
+    with `save_last` has its own, else in `default_root_dir`; `--ckpt_path last` continues the run, bit for bit. One that
+    another run has left there stays: as a `ModelCheckpoint` would, this one is called `last-v1.ckpt` then.
     """
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -27,7 +28,16 @@ class SaveOnSigterm(Callback):
 
 
 def _last_checkpoint(trainer: Trainer) -> Path:
+    folder, counts = Path(trainer.default_root_dir), True
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.save_last and callback.dirpath is not None:
-            return Path(callback.last_model_path or f"{callback.dirpath}/last{callback.FILE_EXTENSION}")
-    return Path(trainer.default_root_dir) / f"last{ModelCheckpoint.FILE_EXTENSION}"
+            if callback.last_model_path:
+                return Path(callback.last_model_path)
+            folder, counts = Path(callback.dirpath), callback._enable_version_counter
+            break
+    path, version = folder / f"last{ModelCheckpoint.FILE_EXTENSION}", 0
+    resumed = Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
+    while counts and path.exists() and path.resolve() != resumed:
+        version += 1
+        path = folder / f"last-v{version}{ModelCheckpoint.FILE_EXTENSION}"
+    return path

@@ -7,6 +7,7 @@ with FP32 masters as everything that is trained.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -43,10 +44,10 @@ class LoraSettings:
     targets: list[str] | str = "all-linear"
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1:
+        if self.rank < 1 or not 0 < self.alpha < math.inf or not 0 <= self.dropout < 1:
             raise UserError(
-                f"lora: rank {self.rank} must be at least 1, alpha {self.alpha} above 0, dropout {self.dropout} in "
-                "[0, 1)."
+                f"lora: rank {self.rank} must be at least 1, alpha {self.alpha} a number above 0, dropout "
+                f"{self.dropout} in [0, 1)."
             )
 
 
