@@ -191,8 +191,7 @@ class _FinishCombine(torch.autograd.Function):
         return ticket, torch.stack(parts, dim=1).to(weights_TS.dtype), None
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """Rows on their way.
 
     Attributes:

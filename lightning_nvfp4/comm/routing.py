@@ -117,12 +117,11 @@ def plan_routes(
     send_PNE = torch.searchsorted(sorted_ids, edges).diff().view(parts, size, num_experts).transpose(0, 1)
     receive_PNE = link.swap_counts(send_PNE)
     counts = torch.stack([send_PNE, receive_PNE]).cpu().numpy()  # the wait
-    routes, first = [], 0
-    for i, own_order in enumerate(order.split(choices)):
-        own_order = own_order - first if first else own_order
+    routes = []
+    for i, part in enumerate(order.split(choices)):
+        part = part - sum(choices[:i]) if i else part
         shape = tokens[i], num_choices
-        routes.append(_route(shape, own_order, receive_PNE[:, i], counts[:, :, i], link, alignment, per_source))
-        first += choices[i]
+        routes.append(_route(shape, part, receive_PNE[:, i], counts[:, :, i], link, alignment, per_source))
     return routes
 
 

@@ -15,6 +15,8 @@ from lightning_nvfp4.comm.expert_parallel import Communication
 from lightning_nvfp4.comm.link import LEGS, Link, Pending, Traffic
 from lightning_nvfp4.comm.routing import plan_routes, split_sizes
 from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.recipe import PRESETS
+from lightning_nvfp4.testing import sqnr_db
 
 EXPERTS = 12
 LENGTHS = {  # tokens of each rank
@@ -251,3 +253,27 @@ def test_bad_degrees_are_refused_with_the_cure(degree, consistent, words):
     with pytest.raises(UserError) as caught:
         Communication(dict.fromkeys(LEGS, "none"), consistent, degree)
     assert all(word in str(caught.value) for word in words)
+
+
+def gradients(precision, degree):
+    """Output and gradients by one process that holds every expert."""
+    _, experts = experts_of("qwen3_moe", precision)
+    settings = Communication(dict.fromkeys(LEGS, "none"), overlap_degree=degree)
+    tokens, weights = forward_backward(experts, spread(experts, None, 0, 1, settings), *batch(0, 512))
+    return [*tokens, *weights]
+
+
+@pytest.mark.parametrize("precision", PRESETS)
+def test_what_parts_change_in_each_precision(precision):
+    """Outputs only where a scale is shared by an expert's rows; gradients where they are rounded at random.
+
+    An E8M0 scale of other tokens moves exponents and no mantissas, so that blocks along tokens hardly matter. Nothing
+    gets less exact.
+    """
+    exact, whole, parts = gradients(None, 1), gradients(precision, 1), gradients(precision, 3)
+    of_tokens = [torch.equal(a, b) for a, b in zip(whole[:3], parts[:3], strict=True)]
+    assert of_tokens == {"nvfp4": [False, False, False], "nvfp4-hybrid": [True, False, True]}.get(precision, [True] * 3)
+    if "nvfp4" not in precision:
+        assert all(sqnr_db(a, b) > 90 for a, b in zip(whole[3:], parts[3:], strict=True))
+    for reference, a, b in zip(exact, whole, parts, strict=True):
+        assert sqnr_db(reference, b) > sqnr_db(reference, a) - 0.3
