@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_nvfp4.comm.all_to_all import Exchange, rows_to_tokens, tokens_to_rows
+from lightning_nvfp4.comm.all_to_all import (
+    Exchange,
+    finish_to_rows,
+    finish_to_tokens,
+    start_to_rows,
+    start_to_tokens,
+)
 from lightning_nvfp4.comm.codec import AUTO, CODECS
 from lightning_nvfp4.comm.link import LEGS
 
@@ -56,9 +63,9 @@ def choose(names: Mapping[str, str], x_TD: Tensor, exchange: Exchange, dtype: to
         for name in names_here:
             trial = replace(exchange, codecs={leg: CODECS[name]})
             if leg in ("dispatch_forward", "combine_backward"):
-                work = _bound(tokens_to_rows, x_TD, None, trial, leg, dtype)
+                work = functools.partial(_to_rows, x_TD, trial, leg, dtype)
             else:
-                work = _bound(rows_to_tokens, y_RD, trial, leg)
+                work = functools.partial(_to_tokens, y_RD, trial, leg)
             times[leg][name] = _slowest(_milliseconds(work, x_TD.device), x_TD.device)
     exchange.link.traffic.restore(traffic)
     chosen = {leg: min(times[leg], key=times[leg].__getitem__) for leg in undecided}
@@ -69,8 +76,12 @@ def choose(names: Mapping[str, str], x_TD: Tensor, exchange: Exchange, dtype: to
     return Choice({**names, **chosen}, times)
 
 
-def _bound(function: Callable[..., object], *arguments: object) -> Callable[[], object]:
-    return lambda: function(*arguments)
+def _to_rows(x_TD: Tensor, exchange: Exchange, leg: str, dtype: torch.dtype) -> None:
+    finish_to_rows(start_to_rows(x_TD, None, exchange, leg, dtype), exchange)
+
+
+def _to_tokens(y_RD: Tensor, exchange: Exchange, leg: str) -> None:
+    finish_to_tokens(start_to_tokens(y_RD, exchange, leg), exchange)
 
 
 @torch.no_grad()

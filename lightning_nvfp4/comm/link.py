@@ -93,13 +93,14 @@ class Link:
         alone = [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
         self.sources = alone if group is None else dist.get_process_group_ranks(group)
 
-    def swap_counts(self, counts_PE: Tensor) -> Tensor:
-        """Return how many rows each rank sends to each expert here, for how many this one sends to those of each."""
+    def swap_counts(self, counts: Tensor) -> Tensor:
+        """Return the counts (P, ...) of rows that come from each rank, for those (P, ...) that go there."""
         if self.group is None:
-            return counts_PE
-        received = torch.empty_like(counts_PE)
+            return counts
+        counts = counts.contiguous()
+        received = torch.empty_like(counts)
         with reported("expert parallelism, exchange of counts"):
-            dist.all_to_all_single(received, counts_PE.contiguous(), group=self.group)
+            dist.all_to_all_single(received, counts, group=self.group)
         return received
 
     def start(

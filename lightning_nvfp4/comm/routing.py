@@ -1,7 +1,7 @@
 """Where rows go: from the tokens of each rank to the experts of all, sorted by expert and padded.
 
 Shapes: T tokens of this rank, S = top-k choices of a token, P ranks of the group, E experts of a rank, R rows at this
-rank's experts (padding included).
+rank's experts (padding included), N parts of the tokens.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def counting(length: int, device: torch.device) -> Tensor:
     return kept[:length]
 
 
-def plan_route(top_k_index: Tensor, num_experts: int, link: Link, alignment: int, per_source: bool) -> Route:
+def plan_routes(
+    top_k_index: Tensor, num_experts: int, link: Link, alignment: int, per_source: bool, parts: int = 1
+) -> list[Route]:
     """Sort the choices by expert, equal ids in token order, and learn what comes from the other ranks.
 
     The host waits once, for the counts of rows.
@@ -98,28 +100,70 @@ def plan_route(top_k_index: Tensor, num_experts: int, link: Link, alignment: int
         link: the group.
         alignment: rows of an expert are padded to a multiple of it.
         per_source: pad the rows of each source rank apart, so that blocks along tokens do not depend on the group.
-    """
-    device, size = top_k_index.device, link.size
-    sorted_ids, order = top_k_index.reshape(-1).sort(stable=True)
-    edges = counting(num_experts * size + 1, device).to(sorted_ids.dtype)
-    send_PE = torch.searchsorted(sorted_ids, edges).diff().view(size, num_experts)
-    receive_PE = link.swap_counts(send_PE)
-    counts = torch.stack([send_PE, receive_PE]).cpu().numpy()  # the wait
+        parts: tokens are split into that many runs of nearly equal length, empty ones if there are fewer tokens; the
+            same on every rank.
 
+    Returns:
+        The route of each part, whose tokens and choices count from its own first token.
+    """
+    device, size, num_choices = top_k_index.device, link.size, top_k_index.shape[1]
+    tokens = split_sizes(top_k_index.shape[0], parts)
+    choices = [length * num_choices for length in tokens]
+    ids = top_k_index.reshape(-1)
+    if parts > 1:  # all are sorted at once, those of the first part to the front
+        ids = torch.cat([part + i * size * num_experts for i, part in enumerate(ids.split(choices))])
+    sorted_ids, order = ids.sort(stable=True)
+    edges = counting(parts * size * num_experts + 1, device).to(sorted_ids.dtype)
+    send_PNE = torch.searchsorted(sorted_ids, edges).diff().view(parts, size, num_experts).transpose(0, 1)
+    receive_PNE = link.swap_counts(send_PNE)
+    counts = torch.stack([send_PNE, receive_PNE]).cpu().numpy()  # the wait
+    routes = []
+    for i, part in enumerate(order.split(choices)):
+        part = part - sum(choices[:i]) if i else part
+        shape = tokens[i], num_choices
+        routes.append(_route(shape, part, receive_PNE[:, i], counts[:, :, i], link, alignment, per_source))
+    return routes
+
+
+def split_sizes(length: int, parts: int) -> list[int]:
+    """Return the sizes of runs of nearly equal length, the longer ones first."""
+    return [length // parts + (i < length % parts) for i in range(parts)]
+
+
+def _route(
+    shape: tuple[int, int],
+    order: Tensor,
+    receive_PE: Tensor,
+    counts: np.ndarray,
+    link: Link,
+    alignment: int,
+    per_source: bool,
+) -> Route:
+    """Return the route of some tokens.
+
+    Args:
+        shape: T and S.
+        order: as in `Route`.
+        receive_PE: how many rows each rank sends to each expert here.
+        counts: (2, P, E), rows that go to, and come from, each rank and expert.
+        link: as in `plan_routes`, and so are the rest.
+        alignment: of each expert's rows.
+        per_source: or of each source's.
+    """
     send, receive = counts.sum(2).tolist()
     first_EP, ends_EP, padding = _layout(counts[1].T, alignment, per_source)
     flat = counts[1].reshape(-1)
     shifts, padding_rows, ends = _to_device(
-        [first_EP.T.reshape(-1) - (flat.cumsum() - flat), padding, ends_EP[:, -1]], device
+        [first_EP.T.reshape(-1) - (flat.cumsum() - flat), padding, ends_EP[:, -1]], order.device
     )
     total = sum(receive)
-    rows = torch.repeat_interleave(shifts, receive_PE.reshape(-1), output_size=total) + counting(total, device)
+    rows = torch.repeat_interleave(shifts, receive_PE.reshape(-1), output_size=total) + counting(total, order.device)
     own, own_received = _own(send, link.rank), _own(receive, link.rank)
     send[link.rank] = receive[link.rank] = 0
-    tokens = order // top_k_index.shape[1]
+    tokens = order // shape[1]
     return Route(
-        num_tokens=top_k_index.shape[0],
-        num_choices=top_k_index.shape[1],
+        num_tokens=shape[0],
+        num_choices=shape[1],
         order=order,
         own=own,
         sent_choices=_without(order, own),

@@ -18,6 +18,8 @@ from lightning_nvfp4.ops.te.plan import ROWS
 from lightning_nvfp4.recipe import OPERANDS, GemmRecipe
 
 _MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio, SplitMix64's own: multiples of it are far apart."""
 
 
 def derive_seed(*parts: int) -> int:
@@ -41,7 +43,7 @@ def derive_seeds(first: int, *counts: int) -> Tensor:
 
 def _mixed(state: Any) -> Any:
     """Advance an integer, or each of an array of uint64, which wraps by itself."""
-    state = (state + 0x9E3779B97F4A7C15) & _MASK
+    state = (state + _STEP) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
     return state ^ (state >> 31)
@@ -120,6 +122,7 @@ class LayerNumerics:
         backend: where the quantizers and GEMMs run; see `lightning_nvfp4.capability`.
         kept: the layer stays in high precision; `gemm` has BF16 operands only.
         native: Transformer Engine multiplies where the input is on CUDA; elsewhere the layer is emulated.
+        part: which part of a micro-batch's tokens the layer is called with; each draws random bits of its own.
     """
 
     gemm: GemmRecipe
@@ -128,6 +131,11 @@ class LayerNumerics:
     backend: str = "auto"
     kept: bool = False
     native: bool = False
+    part: int = 0
+
+    def of_part(self, part: int) -> LayerNumerics:
+        """Return the numerics for another part of the tokens."""
+        return self if part == self.part else dataclasses.replace(self, part=part)
 
     @property
     def tokens_alignment(self) -> int:
@@ -135,11 +143,16 @@ class LayerNumerics:
         return max(self.gemm.tokens_alignment, ROWS if self.native else 1)
 
     def seed(self, operand: str) -> int | Tensor:
-        """Return the stochastic-rounding seed of `operand` (a name of `recipe.OPERANDS`) in the current micro-batch."""
+        """Return the stochastic-rounding seed of `operand` (a name of `recipe.OPERANDS`) in the current micro-batch.
+
+        A weight has the same in all parts of the tokens.
+        """
         stream = _stream(operand)
+        shift = 0 if operand.endswith("weight") else self.part * _STEP & _MASK
         if self.context.seeds is not None:
-            return self.context.seeds[self.index, stream]
-        return derive_seed(self.context.step_seed, self.index, stream)
+            seed = self.context.seeds[self.index, stream]
+            return seed + (shift - (shift >> 63 << 64)) if shift else seed
+        return derive_seed(self.context.step_seed, self.index, stream) + shift & _MASK
 
     def segment_seed(self, operand: str, number: int) -> int:
         """Return the seed of a part of the rows that is known by a number, the same on whichever rank it is."""

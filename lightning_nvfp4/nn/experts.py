@@ -53,6 +53,7 @@ def experts_forward(
 def _rows_forward(module: Any, x_RD: Tensor, rows: ExpertRows, layers: tuple[LayerNumerics, LayerNumerics]) -> Tensor:
     """Return the experts' outputs (R, D) of rows that are sorted by expert and padded."""
     dtype = compute_dtype(x_RD)
+    layers = layers[0].of_part(rows.part), layers[1].of_part(rows.part)
     up = "gate_up_proj" if module.has_gate else "up_proj"
     h = _linear(module, up, x_RD, rows, layers[0], dtype, rows.codes)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)

@@ -54,13 +54,17 @@ class ExpertParallelMixin(_Base):
             ``combine_backward``.
         consistent: encode the rows that stay on their rank too, so that results do not depend on
             `expert_parallel_size`.
+        overlap_degree: split each rank's tokens into that many parts, so that one travels while the experts work on
+            another, in forward and backward (Tutel's ``a2a_ffn_overlap_degree``). Pays where the wire takes as long as
+            the experts; 1 splits nothing. See docs/numerics.md for what it changes.
         save_distributed_checkpoint: write a folder with every rank's shards, which loads on any number of processes;
             else one file, which loads in every strategy.
         process_group_backend: ``nccl`` on CUDA and ``gloo`` on a CPU unless said.
         timeout: how long a rank waits for the others in a collective.
 
     Raises:
-        UserError: an unknown codec or leg, or a size that does not divide.
+        UserError: an unknown codec or leg, a size that does not divide, or an `overlap_degree` that is no number of
+            parts or comes with `consistent`.
     """
 
     strategy_name = "expert-parallel"
@@ -71,6 +75,7 @@ class ExpertParallelMixin(_Base):
         codec: str = "s2f6",
         legs: dict[str, str] | None = None,
         consistent: bool = False,
+        overlap_degree: int = 1,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -88,7 +93,7 @@ class ExpertParallelMixin(_Base):
                 raise unknown("legs: leg", leg, LEGS)
             names[leg] = name
         self.expert_parallel_size = expert_parallel_size
-        self.communication = Communication(names, consistent, self._announce)
+        self.communication = Communication(names, consistent, overlap_degree, self._announce)
         self._implementation = f"compressed_all_to_all_{next(_numbers)}"
 
     def setup_environment(self) -> None:
@@ -134,6 +139,7 @@ class ExpertParallelMixin(_Base):
         rank_zero_info(
             f"expert-parallel: {len(experts)} experts modules over {size} of {world} ranks; "
             + ", ".join(f"{leg} {name}" for leg, name in self.codec_names.items())
+            + (f"; overlap degree {self.communication.overlap_degree}" if self.communication.overlap_degree > 1 else "")
         )
         EPImplementationInterface.register(
             self._implementation, functools.partial(CompressedAllToAll, communication=self.communication)

@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from lightning_nvfp4.comm.all_to_all import Exchange, combine, dispatch, dispatch_codes
+from lightning_nvfp4.comm.all_to_all import Combine, Dispatch, Exchange
 from lightning_nvfp4.comm.codec import CODECS
 from lightning_nvfp4.comm.link import LEGS, Link, Traffic
-from lightning_nvfp4.comm.routing import plan_route
+from lightning_nvfp4.comm.routing import plan_routes
 from lightning_nvfp4.ops import quantize
 
 HIDDEN, EXPERTS, TOKENS = 128, 12, 20
@@ -47,11 +47,11 @@ def forward_backward(x, ids, weights, dout, link, codec, consistent=False, align
     exchange = Exchange(
         link,
         dict.fromkeys(LEGS, CODECS[codec]),
-        plan_route(ids, local, link, alignment, per_source=consistent),
+        plan_routes(ids, local, link, alignment, per_source=consistent)[0],
         consistent,
     )
-    rows = dispatch(x, exchange, torch.float32, torch.float32)
-    out = combine(experts_of(rows, exchange.route.groups, local * link.rank), weights, exchange)
+    rows = Dispatch(x, exchange, torch.float32, torch.float32).rows()
+    out = Combine(experts_of(rows, exchange.route.groups, local * link.rank), exchange).sum(weights)
     out.backward(dout)
     return [found.detach().cpu() for found in (rows, out, x.grad, weights.grad)]
 
@@ -124,7 +124,7 @@ def decoded_before_or_after(rank, size):
     link, results = Link(dist.group.WORLD, Traffic()), {}
     for routing in ROUTINGS:
         x, ids, weights, _ = batch(rank, size, routing)
-        route = plan_route(ids, EXPERTS // size, link, 1, per_source=False)
+        (route,) = plan_routes(ids, EXPERTS // size, link, 1, per_source=False)
         plain = Exchange(link, dict.fromkeys(LEGS, CODECS["none"]), route)
         for name, codec in CODECS.items():
             coded = Exchange(link, dict.fromkeys(LEGS, codec), route, consistent=True)
@@ -132,10 +132,10 @@ def decoded_before_or_after(rank, size):
             def decoded(rows, codec=codec):
                 return codec.decode(codec.encode(rows, torch.float32), HIDDEN, torch.float32)
 
-            after = dispatch(x, coded, torch.float32, torch.float32)
-            before = dispatch(decoded(x), plain, torch.float32, torch.float32)
+            after = Dispatch(x, coded, torch.float32, torch.float32).rows()
+            before = Dispatch(decoded(x), plain, torch.float32, torch.float32).rows()
             outputs = experts_of(after, route.groups, 0)
-            combined = combine(outputs, weights, coded), combine(decoded(outputs), weights, plain)
+            combined = Combine(outputs, coded).sum(weights), Combine(decoded(outputs), plain).sum(weights)
             results[routing, name] = (after, before, *combined)
     return results
 
@@ -155,10 +155,10 @@ def codes_before_or_after(rank, size):
         x, ids, *_ = batch(rank, size, routing)
         x[:3] = torch.tensor([0.0, 1e-38, 3e38])[: len(x[:3]), None]
         x = x.bfloat16()
-        exchange = Exchange(link, dict.fromkeys(LEGS, codec), plan_route(ids, EXPERTS // size, link, 32, False))
-        _, before = dispatch_codes(x, exchange, torch.bfloat16)
+        exchange = Exchange(link, dict.fromkeys(LEGS, codec), plan_routes(ids, EXPERTS // size, link, 32, False)[0])
+        _, before = Dispatch(x, exchange, torch.bfloat16, torch.bfloat16).codes()
         plain = Exchange(link, dict.fromkeys(LEGS, CODECS["none"]), exchange.route)
-        after = quantize(dispatch(x, plain, torch.bfloat16, torch.bfloat16), codec.spec)
+        after = quantize(Dispatch(x, plain, torch.bfloat16, torch.bfloat16).rows(), codec.spec)
         pairs.append((before.tensors()[:3], after.tensors()[:3]))
     return pairs
 

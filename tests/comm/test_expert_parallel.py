@@ -3,27 +3,16 @@
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_models import tiny_model
+from spread_experts import HIDDEN, MODELS, experts_of, spread
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_nvfp4 import convert
 from lightning_nvfp4.comm.codec import CODECS
-from lightning_nvfp4.comm.expert_parallel import Communication, CompressedAllToAll, takes_codes
+from lightning_nvfp4.comm.expert_parallel import Communication, takes_codes
 from lightning_nvfp4.comm.link import LEGS
 from lightning_nvfp4.recipe import PRESETS
 from lightning_nvfp4.testing import sqnr_db
 
-EVERYTHING = {"keep_first_blocks": 0, "keep_last_blocks": 0}
-HIDDEN, TOKENS = 64, 11
-MODELS = {"qwen3_moe": {"num_experts": 12}, "gpt_oss": {"num_local_experts": 8}}
-
-
-def experts_of(name, precision):
-    """The experts of a tiny model, converted unless the precision is ``None``; biased, transposed ones of gpt_oss."""
-    model = tiny_model(name, **MODELS[name])
-    if precision is not None:
-        convert(model, precision, overrides=EVERYTHING)
-    return model, next(m for m in model.modules() if hasattr(m, "has_gate"))
+TOKENS = 11
 
 
 def batch(rank, experts):
@@ -41,19 +30,15 @@ def forward_backward(experts, forward, x, ids, weights, dout):
     return [out.detach(), x.grad, weights.grad, *(p.grad.detach() for p in experts.parameters())]
 
 
-def spread(rank, size, cases):
+def one_rank(rank, size, cases):
     """Results of one rank, for each (model, precision, legs)."""
     mesh = init_device_mesh("cpu", (size,))
     results = []
     for name, precision, legs in cases:
         _, experts = experts_of(name, precision)
         arguments = batch(rank, experts)
-        experts.num_experts //= size
-        for key, parameter in list(experts.named_parameters()):
-            part = parameter.detach().chunk(size)[rank].clone()
-            setattr(experts, key, torch.nn.Parameter(part))
         communication = Communication({**dict.fromkeys(LEGS, "none"), **legs})
-        forward = CompressedAllToAll(experts, mesh, None, communication=communication)
+        forward = spread(experts, mesh, rank, size, communication)
         results.append((forward_backward(experts, forward, *arguments), dict(communication.traffic.sent)))
     return results
 
@@ -74,7 +59,7 @@ def test_without_codec_every_output_and_gradient_is_bitwise_that_of_one_process(
 
     Except that the model's own experts, unconverted, sum the latter by slot and then token: equal up to that order.
     """
-    ranks = run_ranks(spread, size, size, EXACT)
+    ranks = run_ranks(one_rank, size, size, EXACT)
     for (name, precision, _), found in zip(EXACT, zip(*ranks, strict=True), strict=True):
         expected = together(size, name, precision)
         for i, (a, *b) in enumerate(zip(expected, *(results for results, _ in found), strict=True)):
@@ -87,7 +72,7 @@ def test_without_codec_every_output_and_gradient_is_bitwise_that_of_one_process(
 def test_codes_that_travel_are_the_codes_that_the_experts_would_make():
     """NVFP4 dispatch under the hybrid: bitwise the forward without codec, in 4.5 bits an element."""
     cases = [("qwen3_moe", "nvfp4-hybrid", {}), ("qwen3_moe", "nvfp4-hybrid", {"dispatch_forward": "nvfp4"})]
-    plain, coded = zip(*run_ranks(spread, 2, 2, cases), strict=True)
+    plain, coded = zip(*run_ranks(one_rank, 2, 2, cases), strict=True)
     expected = together(2, "qwen3_moe", "nvfp4-hybrid")[0]
     for found in (plain, coded):
         assert torch.equal(expected, torch.cat([results[0] for results, _ in found]))
@@ -108,7 +93,7 @@ def test_every_codec_stays_near_the_exact_result():
     cases = [("qwen3_moe", "bf16-gemm", dict.fromkeys(LEGS, codec)) for codec in ("nvfp4", "mxfp8", "s2f6")]
     expected = together(2, "qwen3_moe", "bf16-gemm")
     at_least = {"nvfp4": 15, "mxfp8": 25, "s2f6": 35}
-    for (*_, legs), found in zip(cases, zip(*run_ranks(spread, 2, 2, cases), strict=True), strict=True):
+    for (*_, legs), found in zip(cases, zip(*run_ranks(one_rank, 2, 2, cases), strict=True), strict=True):
         for a, *b in zip(expected, *(results for results, _ in found), strict=True):
             assert sqnr_db(a, torch.cat(b)) > at_least[legs["combine_forward"]]
 
@@ -116,19 +101,14 @@ def test_every_codec_stays_near_the_exact_result():
 def consistent(rank, size, codec):
     """Results of one of four ranks with experts spread over one, two and four of them; random bits differ by rank."""
     results = []
-    for spread in (1, 2, 4):
-        model, experts = experts_of("qwen3_moe", None)
-        convert(model, "nvfp4-hybrid", overrides=EVERYTHING).context.begin(3, rank, step=1, micro_batch=0)
+    for ranks in (1, 2, 4):
+        _, experts = experts_of("qwen3_moe", "nvfp4-hybrid", rank)
         x, ids, w, dout = batch(rank, experts)
         # Sources so far apart that a block along tokens with rows of two of them would lose the smaller one's.
         arguments = x * 32**rank, ids, w, dout / 32**rank
-        mesh = init_device_mesh("cpu", (size // spread, spread), mesh_dim_names=("copies", "ep"))["ep"]
-        experts.num_experts //= spread
-        for key, parameter in list(experts.named_parameters()):
-            part = parameter.detach().chunk(spread)[rank % spread].clone()
-            setattr(experts, key, torch.nn.Parameter(part))
+        mesh = init_device_mesh("cpu", (size // ranks, ranks), mesh_dim_names=("copies", "ep"))["ep"]
         communication = Communication(dict.fromkeys(LEGS, codec), consistent=True)
-        forward = CompressedAllToAll(experts, mesh if spread > 1 else None, None, communication=communication)
+        forward = spread(experts, mesh if ranks > 1 else None, rank % ranks, ranks, communication)
         results.append(forward_backward(experts, forward, *arguments))
     return results
 
@@ -141,10 +121,10 @@ def test_consistent_results_do_not_depend_on_how_many_ranks_share_the_experts(co
     """
     ranks = run_ranks(consistent, 4, 4, codec)
     weights = []
-    for i, spread in enumerate((1, 2, 4)):
+    for i, size in enumerate((1, 2, 4)):
         for found in ranks:
-            assert all(torch.equal(a, b) for a, b in zip(found[0][:3], found[i][:3], strict=True)), spread
-        copies = [ranks[first : first + spread] for first in range(0, 4, spread)]
+            assert all(torch.equal(a, b) for a, b in zip(found[0][:3], found[i][:3], strict=True)), size
+        copies = [ranks[first : first + size] for first in range(0, 4, size)]
         weights.append([sum(torch.cat([found[i][k] for found in copy]) for copy in copies) for k in (3, 4)])
     for other in weights[1:]:
         for a, b in zip(weights[0], other, strict=True):

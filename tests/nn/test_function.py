@@ -232,6 +232,13 @@ def test_seeds_on_a_device_are_those_of_the_host():
     host, table = NumericsContext(num_layers=5), NumericsContext(num_layers=5)
     host.begin(3, 1, 7, 2, 0)
     table.begin(3, 1, 7, 2, 0, torch.device("cpu"))
-    for index, operand in itertools.product(range(5), OPERANDS):
-        seeds = [LayerNumerics(GEMMS["nvfp4-hybrid"], c, index).seed(operand) for c in (host, table)]
+    for index, operand, part in itertools.product(range(5), OPERANDS, range(4)):
+        seeds = [LayerNumerics(GEMMS["nvfp4-hybrid"], c, index).of_part(part).seed(operand) for c in (host, table)]
         assert seeds[0] == int(seeds[1]) & (2**64 - 1)
+
+
+def test_parts_of_the_tokens_have_seeds_of_their_own_and_the_same_weights():
+    layer = LayerNumerics(GEMMS["nvfp4-hybrid"], NumericsContext(step_seed=5), 1)
+    for operand in OPERANDS:
+        seeds = {layer.of_part(part).seed(operand) for part in range(4)}
+        assert len(seeds) == (1 if operand.endswith("weight") else 4)

@@ -139,3 +139,12 @@ def test_the_pipeline_runs_the_four_stages_and_the_control() -> None:
     assert [stage.name for stage in pipeline.stages] == list(_STAGES)
     assert pipeline.baseline in pipeline.arms
     assert pipeline.eval is not None and pipeline.eval.stages == ["decay", "sft", "rl"]
+
+
+def test_parts_of_the_tokens_can_be_laid_under_any_codec_and_set_by_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [f"--config=recipes/{name}.yaml" for name in ("pretrain", "comm/overlap", "comm/nvfp4-dispatch")]
+    config = _parse(monkeypatch, *files)
+    assert config.trainer.strategy.init_args.overlap_degree == 2
+    assert config.trainer.strategy.init_args.legs == {"dispatch_forward": "nvfp4"}
+    words = [files[0], files[2], "--trainer.strategy.init_args.overlap_degree=3"]
+    assert _parse(monkeypatch, *words).trainer.strategy.init_args.overlap_degree == 3

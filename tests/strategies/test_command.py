@@ -19,7 +19,7 @@ SMALL = {
 
 
 def command(rank, folder, devices, steps, *words):
-    files = ["recipes/pretrain.yaml", "recipes/comm/nvfp4-dispatch.yaml"]
+    files = ["recipes/pretrain.yaml", "recipes/comm/overlap.yaml", "recipes/comm/nvfp4-dispatch.yaml"]
     own = {"--trainer.default_root_dir": folder, "--trainer.devices": devices, "--trainer.max_steps": steps, **SMALL}
     arguments = [word for name in files for word in ("--config", name)]
     arguments += [str(word) for option in own.items() for word in option]

@@ -81,6 +81,23 @@ def test_losses_and_gradient_norms_are_those_of_one_process(size, spread):
     assert min(alone.norms) > 0.3  # every step was clipped
 
 
+def test_in_parts_the_losses_and_gradient_norms_are_those_of_one_process():
+    """As above; with micro-batches, and activations that are recomputed."""
+    alone, _ = fit(0, 1, "auto", accumulate_grad_batches=2)
+    found = run_ranks(train_in_parts, 2, 2, 3, group=None)
+    close(mean(found), torch.tensor(alone.losses))
+    for _, norms in found:
+        close(torch.tensor(norms), torch.tensor(alone.norms))
+
+
+def train_in_parts(rank, size, degree):
+    module = Module()
+    module.model.activation_checkpointing_enable()
+    strategy = ExpertParallelStrategy(codec="none", overlap_degree=degree)
+    fit(rank, size, strategy, module=module, accumulate_grad_batches=2)
+    return module.losses, module.norms
+
+
 OTHERS = [name for name in ARCHITECTURES if name != "qwen3_moe"]
 
 
@@ -186,6 +203,8 @@ def test_a_rank_that_dies_is_reported_by_the_others():
         ({"codec": "s2f7"}, ["'s2f7'", "'s2f6'"]),
         ({"legs": {"dispatch": "none"}}, ["'dispatch'", "dispatch_forward"]),
         ({"expert_parallel_size": 0}, ["expert_parallel_size = 0"]),
+        ({"overlap_degree": 0}, ["overlap_degree = 0", "whole number"]),
+        ({"overlap_degree": 2, "consistent": True}, ["overlap_degree = 2", "consistent = True", "to 1"]),
     ],
 )
 def test_bad_settings_stop_at_construction(settings, words):
