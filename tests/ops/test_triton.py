@@ -140,6 +140,17 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("name", [name for name in COVERED if name.startswith(("nvfp4", "mxfp8"))])
+@pytest.mark.parametrize("shape", [(64, 96), (32, 38), (2, 32, 32)], ids=str)
+def test_whole_blocks_of_bf16(name: str, shape: tuple[int, ...]) -> None:
+    for x in (normal(*shape).bfloat16(), adversarial(*shape).bfloat16()):
+        for dim in (-1, -2):
+            reference = quantize(x, COVERED[name], dim=dim, seed=7, backend="reference")
+            assert_same(quantize(x.to(DEVICE), COVERED[name], dim=dim, seed=7, backend="triton"), reference)
+            values, _ = quantize_values(x.to(DEVICE), COVERED[name], dim=dim, seed=7, backend="triton")
+            assert_values_equal(values.cpu(), reference.operand())
+
+
 def test_an_explicit_amax_of_each_shape() -> None:
     x, spec = normal(6, 64), QuantSpec()
     for amax in (torch.tensor(9.0), torch.rand(6, 1) + 4, torch.rand(1, 4) + 4, torch.rand(6, 4) + 4):
@@ -159,19 +170,6 @@ def test_both_directions_in_one_pass_are_two_quantizations(name: str, shape: tup
     ours = quantize_values_twice(x.to(DEVICE), spec, spec, seed=5, backend="triton")
     for values, dim in zip(ours, (1, 0), strict=True):
         assert_values_equal(values.cpu(), quantize_values(x, spec, dim=dim, seed=5, backend="reference")[0])
-
-
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-sr"])
-@pytest.mark.parametrize("shape", [(37, 50), (64, 128)], ids=str)
-def test_codes_of_both_directions_are_two_quantizations(name: str, shape: tuple[int, int]) -> None:
-    from lightning_nvfp4.ops.triton import launch
-
-    x, spec = adversarial(*shape), COVERED[name]
-    packed, _, _ = launch.both(x.to(DEVICE), spec, torch.tensor(5, device=DEVICE), True, None)
-    assert packed is not None
-    for (codes, scale), dim in zip((packed[:2], packed[2:]), (1, 0), strict=True):
-        expected = quantize(x, spec, dim=dim, seed=5, backend="reference")
-        assert torch.equal(codes.cpu(), expected.codes) and torch.equal(scale.cpu(), expected.block_scale)
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,7 @@ def quantize_twice(
         if torch.compiler.is_compiling():
             pair = traced.quantize_twice(x, traced.written(along_last), _seed(seed, along_last, x), dtype)
             return pair[0], pair[1]
-        _, last, first = launch.both(x, along_last, _seed(seed, along_last, x), False, dtype)
-        assert last is not None and first is not None
-        return last, first
+        return launch.both(x, along_last, _seed(seed, along_last, x), dtype)
     last = quantize(x, along_last, 1, seed, None, False, dtype).values
     first = quantize(x, along_first, 0, seed, None, False, dtype).values
     assert last is not None and first is not None

@@ -17,7 +17,8 @@ from lightning_nvfp4.recipe import QuantSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIGN_PERIOD = 16
-_MAX_GRID = 65535
+MAX_GRID = 65535
+"""Most programs of a grid in its second and third dimension."""
 _TILE = 4096
 """Elements of a tile."""
 
@@ -108,6 +109,32 @@ def whole_blocks(spec: QuantSpec, v: View) -> bool:
     return v.strides[3] == 1 and block_of(spec)[1] in (16, 32)
 
 
+def row_tile(spec: QuantSpec, num_l: int) -> tuple[int, int, int]:
+    """Return rows, blocks and warps of a tile of `rows_kernel`."""
+    rows, length = block_of(spec)
+    if rows > 1:
+        tile, c, warps = rows, 512 // rows, 4
+    else:
+        tile, c, warps = 1, *((64, 1) if length == 16 else (256, 4))
+    while ceil_div(num_l, tile) > MAX_GRID:
+        tile *= 2
+    return tile, c, warps
+
+
+def column_tile(spec: QuantSpec, codes: bool) -> tuple[int, int, int, int | None]:
+    """Return columns, blocks, warps and most registers of a tile of `columns_kernel`.
+
+    With codes, lines of at least 64 bytes along K. Fewer registers than the compiler would take leave room for more
+    programs on a multiprocessor.
+    """
+    stochastic = spec.rounding == STOCHASTIC
+    if not codes:
+        return (256, 1, 2, 128) if stochastic else (512, 1, 4, 128)
+    if block_of(spec)[1] == 16:
+        return (128, 8, 8, 128) if stochastic else (64, 16, 8, None)
+    return (64, 4, 2, None) if stochastic else (64, 4, 4, None)
+
+
 def down_columns(spec: QuantSpec, v: View) -> bool:
     """Return whether `columns_kernel` covers a contiguous tensor that is quantized along the last dim but one."""
     rows, length = block_of(spec)
@@ -117,13 +144,24 @@ def down_columns(spec: QuantSpec, v: View) -> bool:
         and length <= 32
         and spec.hadamard in (0, length)
         and spec.format != "s2f6"
-        and (spec.rounding != STOCHASTIC or length == 16 and v.sizes[2] % 4 == 0)  # random bits for 32 rows would spill
+        and (spec.rounding != STOCHASTIC or v.sizes[2] % 4 == 0)
+    )
+
+
+def along_rows(spec: QuantSpec, v: View) -> bool:
+    """Return whether `rows_kernel` covers a contiguous tensor that is quantized along the last dim to codes alone."""
+    return (
+        block_of(spec)[1] in (16, 32)
+        and v.sizes[3] % block_of(spec)[1] == 0
+        and v.sizes[0] <= MAX_GRID
+        and not spec.hadamard
+        and spec.format != "s2f6"
     )
 
 
 def grid_of(batches: int, num_l: int, num_c: int, rows: int, c: int) -> tuple[tuple[int, int], int]:
     """Return the grid (batches x tiles along C, tiles along L), and the rows of a tile, more where CUDA needs it."""
-    while ceil_div(num_l, rows) > _MAX_GRID:
+    while ceil_div(num_l, rows) > MAX_GRID:
         rows *= 2
     return (batches * ceil_div(num_c, c), ceil_div(num_l, rows)), rows
 

@@ -10,27 +10,34 @@ from torch import Tensor
 from lightning_nvfp4.formats.block import BLOCK_FORMATS
 from lightning_nvfp4.formats.rounding import STOCHASTIC
 from lightning_nvfp4.ops.layout import ceil_div, num_blocks, per_expert, stored_length
-from lightning_nvfp4.ops.triton.device import column_kernel, matrix_kernel
+from lightning_nvfp4.ops.triton.device import column_kernel, matrix_kernel, row_kernel
 from lightning_nvfp4.ops.triton.device import quantize_kernel as kernels
 from lightning_nvfp4.ops.triton.geometry import (
+    MAX_GRID,
     View,
+    along_rows,
+    column_tile,
     constants_of,
     down_columns,
     given,
     grid_of,
     power_of_two,
     prepare,
+    row_tile,
     tile_of,
     view,
     warps_of,
     whole_blocks,
 )
-from lightning_nvfp4.ops.triton.runtime import launch, native_fp8
+from lightning_nvfp4.ops.triton.runtime import in_pairs, launch, native_fp8
 from lightning_nvfp4.recipe import QuantSpec
 
 MAX_ROW = 16384
 """Longest row whose amax and codes one program finds, elements in registers."""
+REQUANTIZE_TILE = (256, 4)
+"""Columns of a tile of 32 rows, and warps."""
 _COLUMN_CONSTANTS = tuple(name for name in constants_of(QuantSpec()) if name in column_kernel.columns_kernel.arg_names)
+_ROW_CONSTANTS = tuple(name for name in constants_of(QuantSpec()) if name in row_kernel.rows_kernel.arg_names)
 _MATRIX_CONSTANTS = ("M", "E", "MAX", "RECIPROCAL", "MAX_EXPONENT", "RULE", "ZERO", "SR", "SATURATE")
 
 
@@ -125,18 +132,29 @@ def quantize(
         out_values = torch.empty(out_shape, dtype=values, device=x.device)
         vs = view(out_shape, dim).strides
     if columns:
-        # Lines of 128 bytes, of x along L and of codes along K.
-        tile, c, warps = (64, 16 if four_bits else 4, 8 if four_bits else 4) if codes else (512, 1, 4)
-        # The compiler takes what it may; fewer registers leave room for more programs on a multiprocessor.
-        registers = None if codes else 168 if block == 32 else 128 if stochastic else 96
+        tile, c, warps, registers = column_tile(spec, codes)
+        tiles = ceil_div(nl, tile), ceil_div(num_c, c)
+        across = tiles[1] <= MAX_GRID  # neighbours in x run together
         launch(
-            column_kernel.columns_kernel, (ceil_div(num_c, c), ceil_div(nl, tile), na), x,
+            column_kernel.columns_kernel, (*(tiles if across else tiles[::-1]), na), x,
             x, given(sixth, x), given(tensor_scale, x), stored_codes, given(out_scale, x), given(out_values, x), seed,
-            nl, num_c, strides[0], *strides[2:],
-            HAS_CODES=codes, HAS_VALUES=values is not None, EVEN=nl % tile == 0 and num_c % c == 0,
-            ONE_TENSOR=strides[2:] == (0, 0), NATIVE=native_fp8(x),
+            num_c, strides[0], *strides[2:],
+            NUM_L=nl, L_FIRST=across, HAS_CODES=codes, HAS_VALUES=values is not None,
+            EVEN=nl % tile == 0 and num_c % c == 0, ONE_TENSOR=strides[2:] == (0, 0),
+            PAIRS=in_pairs(x) and nl % 2 == 0, NATIVE=native_fp8(x),
             **{name: constants[name] for name in _COLUMN_CONSTANTS}, C=c, L_TILE=tile, num_warps=warps,
             maxnreg=registers,
+        )  # fmt: skip
+        return out_codes, out_scale, out_values, tensor_scale, amax_
+    if codes and values is None and not row_amax and dim == x.ndim - 1 and x.is_contiguous() and along_rows(spec, v):
+        tile, c, warps = row_tile(spec, nl)
+        launch(
+            row_kernel.rows_kernel, (ceil_div(num_c, c), ceil_div(nl, tile), na), x,
+            x, given(sixth, x), given(tensor_scale, x), stored_codes, out_scale, seed,
+            nl, num_c, strides[0], *strides[2:],
+            EVEN=nl % tile == 0 and num_c % c == 0, ONE_TENSOR=strides[2:] == (0, 0), PAIRS=in_pairs(x),
+            NATIVE=native_fp8(x), L_TILE=tile, C=c, num_warps=warps,
+            **{name: constants[name] for name in _ROW_CONSTANTS},
         )  # fmt: skip
         return out_codes, out_scale, out_values, tensor_scale, amax_
     draw_axis = -1
@@ -199,12 +217,13 @@ def requantize(
     *experts, n, k = source_shape
     out = torch.empty(*experts, n, k, dtype=values, device=codes.device)
     scale = tensor_scale.expand(*experts, n, 1).reshape(-1, n)
+    tile, warps = REQUANTIZE_TILE
     launch(
-        matrix_kernel.requantize_kernel, (ceil_div(k, 256), ceil_div(n, 32), math.prod(experts)), codes,
-        codes, block_scale, scale, out, seed, n, k, codes.shape[-1], block_scale.shape[-1], *scale.stride(),
-        BF16=source == torch.bfloat16,
-        ALIGNED=k % 4 == 0, EVEN=n % 32 == 0 and k % 256 == 0, K_TILE=256, num_warps=4,
+        matrix_kernel.requantize_kernel, (ceil_div(k, tile), ceil_div(n, 32), math.prod(experts)), codes,
+        codes, block_scale, scale, out, seed, n, *scale.stride(),
+        NUM_K=k, BF16=source == torch.bfloat16, NATIVE=native_fp8(codes),
         **{name: constants[name] for name in _MATRIX_CONSTANTS},
+        EVEN=n % 32 == 0 and k % tile == 0, K_TILE=tile, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -278,45 +297,29 @@ def transform(x: Tensor, spec: QuantSpec, dim: int) -> Tensor:
     return out
 
 
-def both(
-    x: Tensor, spec: QuantSpec, seed: Tensor, codes: bool, values: torch.dtype | None
-) -> tuple[tuple[Tensor, ...] | None, Tensor | None, Tensor | None]:
+def both(x: Tensor, spec: QuantSpec, seed: Tensor, values: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize a matrix to MXFP8 along its last and along its first dim, in one read and with one draw for both.
 
     Args:
         x: (R, K), not empty.
         spec: ``mxfp8`` with blocks of one row, no RHT.
         seed: 0-dim int64.
-        codes: return codes and scales along the last dim, then those along the first, as the contract lays them out.
-        values: dtype of the values to return along the last, and along the first dim, both (R, K); ``None`` for none.
+        values: dtype of the results.
+
+    Returns:
+        Unscaled values along the last, and along the first dim, both (R, K).
     """
     x, _ = prepare(x, 1, True)  # row-major
-    if codes and values is None and spec.rounding != STOCHASTIC:
-        # Two reads by kernels near the memory's rate take less than one by a kernel that moves bytes across threads.
-        last, first = (quantize(x, spec, dim, seed, None, True, None) for dim in (1, 0))
-        assert last[0] is not None and last[1] is not None and first[0] is not None and first[1] is not None
-        return (last[0], last[1], first[0], first[1]), None, None
     num_r, num_k = x.shape
     constants = constants_of(spec)
-    row = column = None
-    packed: tuple[Tensor, ...] | None = None
-    if values is not None:
-        row, column = (torch.empty_like(x, dtype=values) for _ in range(2))
-    if codes:
-        packed = tuple(
-            torch.empty(n, m, dtype=torch.uint8, device=x.device)
-            for n, m in ((num_r, num_k), (num_r, ceil_div(num_k, 32)), (num_k, num_r), (num_k, ceil_div(num_r, 32)))
-        )
-    c = packed or (x,) * 4
-    grid = (ceil_div(num_r, 32) * ceil_div(num_k, 64),)
+    row, column = (torch.empty_like(x, dtype=values) for _ in range(2))
     launch(
-        matrix_kernel.both_kernel, grid, x,
-        x, c[0], c[1], given(row, x), c[2], c[3], given(column, x), seed, num_r, num_k,
-        HAS_CODES=codes, HAS_VALUES=values is not None, ALIGNED=num_k % 4 == 0,
-        EVEN=num_r % 32 == 0 and num_k % 64 == 0, R_TILE=32, K_TILE=64, num_warps=2,
+        matrix_kernel.both_kernel, (ceil_div(num_r, 32) * ceil_div(num_k, 64),), x,
+        x, row, column, seed, num_r, num_k,
+        ALIGNED=num_k % 4 == 0, EVEN=num_r % 32 == 0 and num_k % 64 == 0, R_TILE=32, K_TILE=64, num_warps=2,
         **{name: constants[name] for name in _MATRIX_CONSTANTS},
     )  # fmt: skip
-    return packed, row, column
+    return row, column
 
 
 def tensor_scales(amax_: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,11 @@ def native_fp8(on: Tensor) -> bool:
     return not INTERPRETED and not isinstance(on, FakeTensor) and _capability(on.get_device()) >= (8, 9)
 
 
+def in_pairs(x: Tensor) -> bool:
+    """Return whether a contiguous tensor is BF16 that can be read two elements at a time."""
+    return x.dtype == torch.bfloat16 and not isinstance(x, FakeTensor) and x.data_ptr() % 4 == 0
+
+
 @functools.cache
 def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)

@@ -88,8 +88,8 @@ def transform(x: Tensor, spec: str, dim: int) -> Tensor:
 
 @_operator
 def quantize_twice(x: Tensor, spec: str, seed: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """`launch.both`, values only."""
-    return _filled(launch.both(x, _read(spec), seed, False, dtype)[1:], x)
+    """`launch.both`."""
+    return _filled(launch.both(x, _read(spec), seed, dtype), x)
 
 
 @_operator

@@ -7,11 +7,118 @@ import triton.language as tl
 
 from lightning_nvfp4.ops.triton.device.elements import (
     MAGNITUDE,
+    absolute_pairs,
     as_bits,
     fp8_word,
+    high_half,
     larger,
+    larger_pairs,
+    low_half,
+    philox_words,
+    round_float,
+    stochastic_code,
 )
 from lightning_nvfp4.ops.triton.device.tiles import shifted_down
+
+
+@triton.jit
+def taken_apart(x, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
+    """Return the B elements of blocks (L, C, B), which a thread holds whole, as a tuple of (L, C)."""
+    parts = (tl.reshape(x, (L, C, B)),)
+    for level in tl.static_range(B.bit_length() - 1):
+        halves = ()
+        for i in tl.static_range(1 << level):
+            low, high = tl.split(tl.permute(tl.reshape(parts[i], (L, C, 2, B >> (level + 1))), (0, 1, 3, 2)))
+            halves = halves + (low, high)
+        parts = halves
+    elements = ()
+    for i in tl.static_range(B):
+        elements = elements + (tl.reshape(parts[i], (L, C)),)
+    return elements
+
+
+@triton.jit
+def halves_apart(words):
+    """Return the float32 elements, in order, of a tuple of BF16 pairs in int32."""
+    elements = ()
+    for i in tl.static_range(len(words)):
+        elements = elements + (low_half(words[i]), high_half(words[i]))
+    return elements
+
+
+@triton.jit
+def largest_of_pairs(words):
+    """Return int32 words of the BF16 magnitudes of the largest lower, and the largest higher, of pairs in a tuple."""
+    top = absolute_pairs(words[0])
+    for i in tl.static_range(1, len(words)):
+        top = larger_pairs(top, absolute_pairs(words[i]))
+    return top
+
+
+@triton.jit
+def words_of_blocks(
+    elements,
+    factor,
+    seed,
+    first,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    MAX: tl.constexpr,
+    TOP: tl.constexpr,
+    SR: tl.constexpr,
+    SATURATE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Round blocks that are neighbours in memory; return tuples of the int32 words of their codes.
+
+    Args:
+        elements: float32 (L, C) for each place in a block.
+        factor: float32 (L, C).
+        seed: int64, for stochastic rounding.
+        first: row-major index of the blocks' first elements, a multiple of sixteen.
+    """
+    per_word: tl.constexpr = 32 // (TOP + 1)
+    low, high = (first >> 2).to(tl.uint32), (first >> 34).to(tl.uint32)
+    words = ()
+    for w in tl.static_range(len(elements) // per_word):
+        if NATIVE and TOP == 7 and SR == 0:
+            words = words + (native_word(_scaled(elements, factor, w * 4), 0, M),)
+        else:
+            codes = ()
+            for q in tl.static_range(w * per_word // 4, (w + 1) * per_word // 4):
+                random = (first, first, first, first)
+                if SR > 0:
+                    random = philox_words(seed, low + q, high)
+                for i in tl.static_range(4):
+                    scaled = elements[4 * q + i] * factor
+                    if SR > 0:
+                        code = stochastic_code(scaled, random[i], M, E, MAX, SR, SATURATE)
+                    else:
+                        _, code = round_float(scaled, random[i], M, E, MAX, SR, SATURATE)
+                    codes = codes + (code,)
+            words = words + (word_of(elements, codes, w, TOP, SR > 0),)
+    return words
+
+
+@triton.jit
+def _scaled(elements, factor, START: tl.constexpr):
+    return (
+        elements[START] * factor,
+        elements[START + 1] * factor,
+        elements[START + 2] * factor,
+        elements[START + 3] * factor,
+    )
+
+
+@triton.jit
+def together(words, L: tl.constexpr, C: tl.constexpr):
+    """Return the words of blocks as one tensor (L, C, number of words)."""
+    if len(words) == 2:
+        return tl.join(words[0], words[1])
+    else:
+        even = tl.join(tl.join(words[0], words[4]), tl.join(words[2], words[6]))
+        odd = tl.join(tl.join(words[1], words[5]), tl.join(words[3], words[7]))
+        return tl.reshape(tl.join(even, odd), (L, C, 8))
 
 
 @triton.jit
@@ -24,15 +131,22 @@ def largest(rows):
 
 
 @triton.jit
-def word_of(rows, codes, W: tl.constexpr, TOP: tl.constexpr):
+def word_of(rows, codes, W: tl.constexpr, TOP: tl.constexpr, NEGATED: tl.constexpr):
     """Return the W-th int32 word of a block's codes, the first code lowest.
 
     Args:
         rows: the elements of the block, whose signs are taken.
-        codes: `round_float`'s codes of the elements in this word.
+        codes: of the elements in this word, `stochastic_code`'s if NEGATED, else `round_float`'s.
     """
     per_word: tl.constexpr = 32 // (TOP + 1)
-    return _packed(codes, TOP + 1) | _signs(rows, W * per_word, per_word)
+    if NEGATED:
+        packed = codes[per_word - 1]
+        for i in tl.static_range(1, per_word):
+            packed = packed * (1 << (TOP + 1)) + codes[per_word - 1 - i]
+        packed = -packed
+    else:
+        packed = _packed(codes, TOP + 1)
+    return packed | _signs(rows, W * per_word, per_word)
 
 
 @triton.jit
@@ -68,10 +182,4 @@ def _signs(rows, START: tl.constexpr, NUM: tl.constexpr):
 @triton.jit
 def side_by_side(words, C: tl.constexpr, L: tl.constexpr):
     """Return the words of blocks (C, L) one after the other, (L, C * number of words)."""
-    if len(words) == 2:
-        joined = tl.join(words[0], words[1])
-    else:
-        even = tl.join(tl.join(words[0], words[4]), tl.join(words[2], words[6]))
-        odd = tl.join(tl.join(words[1], words[5]), tl.join(words[3], words[7]))
-        joined = tl.reshape(tl.join(even, odd), (C, L, 8))
-    return tl.reshape(tl.permute(joined, (1, 0, 2)), (L, C * len(words)))
+    return tl.reshape(tl.permute(together(words, C, L), (1, 0, 2)), (L, C * len(words)))

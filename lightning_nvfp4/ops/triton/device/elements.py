@@ -18,6 +18,7 @@ from lightning_nvfp4.formats.element import E2M1, S2F6
 from lightning_nvfp4.formats.rounding import (
     FP32_EXPONENT,
     FP32_MAGNITUDE,
+    FP32_MANTISSA_BITS,
     FP32_MAX,
     FP32_SIGN,
     PHILOX_KEY_INCREMENTS,
@@ -30,6 +31,8 @@ INTERPRETED = tl.constexpr(runtime.INTERPRETED)
 EXPONENT = tl.constexpr(FP32_EXPONENT)
 MAGNITUDE = tl.constexpr(FP32_MAGNITUDE)
 SIGN = tl.constexpr(FP32_SIGN)
+E2M1_PLACE = tl.constexpr(FP32_SIGN | 7 << FP32_MANTISSA_BITS - E2M1.mantissa_bits)
+"""Sign, lowest exponent bits and highest fraction bit of a float32."""
 LARGEST = tl.constexpr(FP32_MAX)
 RANGE = tl.constexpr(NVFP4_RANGE)
 SIXTH = tl.constexpr(1.0 / E2M1.max)
@@ -56,15 +59,6 @@ def as_bits(x):
 def larger(a, b):
     """Return the larger magnitude of two float32, NaN if one is NaN; one instruction."""
     return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def add_down(x, y):
-    """Return the sum of nonnegative float32, rounded toward zero."""
-    if not INTERPRETED:
-        return tl.inline_asm_elementwise("add.rz.f32 $0, $1, $2;", "=f,f,f", (x, y), tl.float32, True, 1)
-    total = x + y
-    return tl.where(total - y > x, as_float(as_bits(total) - 1), total)
 
 
 @triton.jit
@@ -96,20 +90,110 @@ def round_float(
         Magnitudes of the results, float32, and int32 whose lowest bits are their codes without sign; the bits between
         those and the 23rd are zeros.
     """
+    magnitude = _saturated(x, MAX, SATURATE)
+    if SR == 0:
+        # A maximum of floats takes the absolute value along.
+        exponent = as_bits(tl.maximum(magnitude, 2.0**E)) >> 23
+        # A float32 whose last bit has the weight of a step, and whose lowest bits count the steps below this exponent.
+        anchor = as_float(exponent * ((1 << 23) + (1 << M)) + (((23 - M) << 23) - ((E + 127) << M)))
+        total = magnitude + anchor  # the FP32 adder rounds to nearest
+        return total - anchor, as_bits(total)
+    else:
+        exponent = tl.maximum(as_bits(magnitude) >> 23, E + 127)
+        steps = _steps(magnitude, as_float((286 + M - exponent) << 23), SR)
+        # The bits of 2^24 less the rounded number of steps are 2^24 less that number.
+        less = _difference(tl.full(x.shape, 0x4B800000, tl.int32), random, steps)
+        rounded = (16777216.0 - as_float(less)) * as_float((exponent - M) << 23)
+        return rounded, (exponent - (E + 127)) * (1 << M) + (0x4B800000 - less)
+
+
+@triton.jit
+def stochastic_code(
+    x, random, M: tl.constexpr, E: tl.constexpr, MAX: tl.constexpr, SR: tl.constexpr, SATURATE: tl.constexpr
+):
+    """Return the int32 codes, without sign and negated, of float32 rounded by random bits; see `round_float`."""
+    magnitude = _saturated(x, MAX, SATURATE)
+    # Steps of a normal number have their leading one, which the codes below its exponent count too.
+    if M == 1 and E == 0:
+        # The binade, 0 for all below 2, by the adder, off the pipe of integer arithmetic: rounding to even puts 2 and 4
+        # in either of two, and 6 into the last.
+        binade = as_bits((magnitude - 1.0) + 25165824.0)
+        steps = _steps(magnitude, as_float(binade * -(1 << 23) + (160 << 23)), SR)
+        return _difference(binade * -2 + (0x4BC00000 * 2 - (1 << 32)), random, steps)
+    else:
+        exponent = tl.maximum(as_bits(magnitude) >> 23, E + 127)
+        steps = _steps(magnitude, as_float((286 + M - exponent) << 23), SR)
+        return _difference(((E + 127) - exponent) * (1 << M), random, steps)
+
+
+@triton.jit
+def _saturated(x, MAX: tl.constexpr, SATURATE: tl.constexpr):
     magnitude = tl.abs(x)
     if SATURATE:
         magnitude = tl.minimum(magnitude, as_float(tl.full((), MAX, tl.int32)))
-    exponent = tl.maximum(as_bits(magnitude) >> 23, E + 127)
-    # A float32 whose last bit has the weight of a step, and whose lowest bits count the steps below this exponent.
-    anchor = as_float(exponent * ((1 << 23) + (1 << M)) + (((23 - M) << 23) - ((E + 127) << M)))
-    if SR == 0:
-        # The FP32 adder rounds to nearest.
-        total = magnitude + anchor
-    else:
-        total = add_down(magnitude, anchor)
-        rest = (magnitude - (total - anchor)) * as_float((286 + M - exponent) << 23)
-        total = as_float(as_bits(total) + rounds_up(rest, random, SR).to(tl.int32))
-    return total - anchor, as_bits(total)
+    return magnitude
+
+
+@triton.jit
+def _steps(magnitude, factor, SR: tl.constexpr):
+    """Return numbers of steps as uint64, whose lower half is the fraction of one: 32 bits of it, or the highest 8."""
+    steps = (magnitude * factor).to(tl.uint64)
+    if SR == 8:
+        steps = (steps >> 24) << 24
+    return steps
+
+
+@triton.jit
+def _difference(whole, random, steps):
+    """Return int32 `whole` less numbers of `_steps`, rounded up where the fraction is above uint32 `random`."""
+    minuend = (whole.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | random.to(tl.uint64)
+    return ((minuend - steps) >> 32).to(tl.int32)
+
+
+@triton.jit
+def absolute_pairs(words):
+    """Clear the signs of BF16 pairs in int32."""
+    if not INTERPRETED:
+        return tl.inline_asm_elementwise("abs.bf16x2 $0, $1;", "=r,r", (words,), tl.int32, True, 1)
+    return words & 0x7FFF7FFF
+
+
+@triton.jit
+def larger_pairs(a, b):
+    """Return the larger of nonnegative BF16 pairs in int32, NaN if one is NaN."""
+    if not INTERPRETED:
+        return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", (a, b), tl.int32, True, 1)
+    return tl.maximum(a & -0x10000, b & -0x10000) | tl.maximum(a & 0xFFFF, b & 0xFFFF)
+
+
+@triton.jit
+def low_half(words):
+    """Return the lower of BF16 pairs in int32 as float32."""
+    return as_float(words << 16)
+
+
+@triton.jit
+def high_half(words):
+    """Return the higher of BF16 pairs in int32 as float32."""
+    return as_float(words & -0x10000)
+
+
+@triton.jit
+def paired(low, high):
+    """Round two float32 to BF16, ties to even, as one int32."""
+    if not INTERPRETED:
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", (low, high), tl.int32, True, 1)
+    return (as_bits(to_bf16(high)) & -0x10000) | ((as_bits(to_bf16(low)) >> 16) & 0xFFFF)
+
+
+@triton.jit
+def to_bf16(x):
+    """Round float32 to BF16 values, ties to even; the interpreter's own conversion truncates."""
+    if not INTERPRETED:
+        return x.to(tl.bfloat16).to(tl.float32)
+    bits = as_bits(x)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return as_float(tl.where((bits & MAGNITUDE) > EXPONENT, bits | 0x400000, rounded))
 
 
 @triton.jit
@@ -133,6 +217,24 @@ def fp8_word(a, b, c, d, M: tl.constexpr):
 
 
 @triton.jit
+def through_fp8(a, b, M: tl.constexpr):
+    """Return two float32 rounded to E4M3 (M = 3) or E5M2 (2) by the device's own conversion; see `fp8_word`."""
+    if M == 3:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 codes, low, high; .reg .b32 halves; cvt.rn.satfinite.e4m3x2.f32 codes, $3, $2; "
+            "cvt.rn.f16x2.e4m3x2 halves, codes; mov.b32 {low, high}, halves; "
+            "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+            "=f,=f,f,f", (a, b), (tl.float32, tl.float32), True, 1,
+        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 codes, low, high; .reg .b32 halves; cvt.rn.satfinite.e5m2x2.f32 codes, $3, $2; "
+        "cvt.rn.f16x2.e5m2x2 halves, codes; mov.b32 {low, high}, halves; "
+        "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+        "=f,=f,f,f", (a, b), (tl.float32, tl.float32), True, 1,
+    )  # fmt: skip
+
+
+@triton.jit
 def with_sign(value, x):
     """Give a nonnegative float32 the sign of x."""
     return as_float(as_bits(value) | (as_bits(x) & SIGN))
@@ -148,13 +250,6 @@ def round_fixed(steps, random, SR: tl.constexpr):
     # The FP32 adder rounds to nearest: the last bit of 1.5 * 2^23 has the weight of a step.
     total = with_sign(magnitude, steps) + 12582912.0
     return total - 12582912.0, as_bits(total)
-
-
-@triton.jit
-def with_sign_code(code, x, TOP: tl.constexpr):
-    """Return the lowest TOP bits of a code, with the sign of float32 x at bit TOP."""
-    sign: tl.constexpr = 1 << TOP
-    return (code & (sign - 1)) | ((as_bits(x) >> (31 - TOP)) & sign)
 
 
 @triton.jit
@@ -184,6 +279,20 @@ def e8m0_value(code):
 def e4m3_value(code):
     """Return the float32 value of int32 E4M3 codes without sign; 0x7F gives NaN."""
     return as_float(tl.where(code == 0x7F, 0x7FC00000, as_bits(decode_float(code << 24, 3, -6, 7))))
+
+
+@triton.jit
+def scaled_e4m3(code, SHIFT: tl.constexpr, NATIVE: tl.constexpr):
+    """Return `e4m3_value` times 2^SHIFT, by the device's own conversion if NATIVE."""
+    if NATIVE:
+        value = tl.inline_asm_elementwise(
+            "{ .reg .b16 codes, low, high; .reg .b32 halves; cvt.u16.u32 codes, $1; cvt.rn.f16x2.e4m3x2 halves, codes; "
+            "mov.b32 {low, high}, halves; cvt.f32.f16 $0, low; }",
+            "=f,r", (code,), tl.float32, True, 1,
+        )  # fmt: skip
+    else:
+        value = e4m3_value(code)
+    return value * 2.0**SHIFT
 
 
 @triton.jit
@@ -266,20 +375,33 @@ def e8m0_scales(
 
 
 @triton.jit
-def philox_words(seed, draw):
-    """Return the four uint32 words of the draws at int64 counters under an int64 seed; see `ops.reference.philox`.
+def wide_product(a, b: tl.constexpr):
+    """Return both halves, lower first, of a product of uint32, as one instruction."""
+    if not INTERPRETED:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 product; mul.wide.u32 product, $2, $3; mov.b64 {$0, $1}, product; }",
+            "=r,=r,r,r", (a, b), (tl.uint32, tl.uint32), True, 1,
+        )  # fmt: skip
+    product = a.to(tl.uint64) * b
+    return product.to(tl.uint32), (product >> 32).to(tl.uint32)
 
-    Products are 64 bits wide, one instruction for both halves; Triton's own generator takes two.
+
+@triton.jit
+def philox_words(seed, low, high):
+    """Return the four uint32 words of the draws at counters of two uint32 halves under an int64 seed.
+
+    See `ops.reference.philox`. Products are 64 bits wide, one instruction for both halves; Triton's own generator takes
+    two. What depends on `high` alone is worked out once for the draws that share it.
     """
     key = seed.to(tl.uint64, bitcast=True)
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    c0, c1 = draw.to(tl.uint32), (draw >> 32).to(tl.uint32)
+    c0, c1 = low, high
     c2, c3 = c0 & 0, c0 & 0
     for _ in tl.static_range(ROUNDS):
-        p0 = c0.to(tl.uint64) * M0
-        p1 = c2.to(tl.uint64) * M1
-        c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
+        low0, high0 = wide_product(c0, M0)
+        low1, high1 = wide_product(c2, M1)
+        c0, c2 = high1 ^ c1 ^ k0, high0 ^ c3 ^ k1
+        c1, c3 = low1, low0
         k0, k1 = k0 + K0, k1 + K1
     return c0, c1, c2, c3
 
@@ -287,7 +409,7 @@ def philox_words(seed, draw):
 @triton.jit
 def random_at(seed, index):
     """Return uint32 random bits of elements by their int64 row-major index, one draw each."""
-    w0, w1, w2, w3 = philox_words(seed, index >> 2)
+    w0, w1, w2, w3 = philox_words(seed, (index >> 2).to(tl.uint32), (index >> 34).to(tl.uint32))
     word = (index & 3).to(tl.int32)
     return tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
 

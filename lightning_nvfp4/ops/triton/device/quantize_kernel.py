@@ -159,7 +159,7 @@ def quantize_kernel(
     block_inside = row_inside if EVEN else row_inside & (k0 // BLOCK + c < num_c)
     inside = tl.full((1, 1, 1), 1, tl.int1) if EVEN else (l0 + l < num_l) & (k0 + k < num_k)
     if WHOLE:
-        x = load_blocks(x_ptr + base + l * xsl + first, inside, L_TILE, C, BLOCK).to(tl.float32)
+        x = load_blocks(x_ptr + base + l * xsl + first, inside, L_TILE, C, BLOCK, 8).to(tl.float32)
     else:
         x = tl.load(x_ptr + base + l * xsl + k * xsk, mask=inside, other=0.0).to(tl.float32)
     if HADAMARD:

@@ -9,14 +9,12 @@ import triton
 import triton.language as tl
 
 from lightning_nvfp4.ops.triton.device.elements import (
-    EXPONENT,
     INTERPRETED,
     MAGNITUDE,
     S2F6_STEP,
     S2F6_STEPS,
     SIGN,
     as_bits,
-    as_float,
     butterflies,
     decode_float,
     e4m3_value,
@@ -28,6 +26,7 @@ from lightning_nvfp4.ops.triton.device.elements import (
     random_at,
     round_fixed,
     round_float,
+    to_bf16,
     with_sign,
 )
 
@@ -60,26 +59,16 @@ def _negated(SIGNS: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def to_bf16(x):
-    """Round float32 to BF16 values, ties to even; the interpreter's own conversion truncates."""
-    if not INTERPRETED:
-        return x.to(tl.bfloat16).to(tl.float32)
-    bits = as_bits(x)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-    return as_float(tl.where((bits & MAGNITUDE) > EXPONENT, bits | 0x400000, rounded))
-
-
-@triton.jit
-def load_blocks(at, inside, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
-    """Load whole blocks of 16 or 32 elements (L, C, B) in a row, by the addresses (L, C, 8) of their first eight.
+def load_blocks(at, inside, L: tl.constexpr, C: tl.constexpr, B: tl.constexpr, PART: tl.constexpr):
+    """Load whole blocks of two or four parts (L, C, B) in a row, by the addresses (L, C, PART) of the first part.
 
     Rows that are not `inside`, (L, 1, 1) or (1, 1, 1), are zeros.
 
-    A thread then holds all of a block, and works out its scale alone; one load would give it eight elements.
+    A thread then holds all of a block, and works out its scale alone; one load would give it 16 bytes.
     """
-    x = tl.join(tl.load(at, mask=inside, other=0.0), tl.load(at + 8, mask=inside, other=0.0))
-    if B == 32:
-        low, high = tl.load(at + 16, mask=inside, other=0.0), tl.load(at + 24, mask=inside, other=0.0)
+    x = tl.join(tl.load(at, mask=inside, other=0), tl.load(at + PART, mask=inside, other=0))
+    if B == 4 * PART:
+        low, high = tl.load(at + 2 * PART, mask=inside, other=0), tl.load(at + 3 * PART, mask=inside, other=0)
         x = tl.join(x, tl.join(low, high))
         return tl.reshape(tl.permute(x, (0, 1, 4, 3, 2)), (L, C, B))
     else:
@@ -97,7 +86,12 @@ def top_along(x, AXIS: tl.constexpr):
 @triton.jit
 def block_tops(x, ROWS: tl.constexpr, L: tl.constexpr, C: tl.constexpr):
     """Return the int32 magnitude bits (L, C) of the largest element of each block, of ROWS rows in 2D blocks."""
-    top = top_along(x, 2)
+    return tile_tops(top_along(x, 2), ROWS, L, C)
+
+
+@triton.jit
+def tile_tops(top, ROWS: tl.constexpr, L: tl.constexpr, C: tl.constexpr):
+    """Return the largest of blocks' int32 magnitude bits (L, C) for all ROWS rows of a 2D block."""
     if ROWS > 1:
         tile = tl.max(tl.reshape(top, (L // ROWS, ROWS, C)), axis=1, keep_dims=True)
         top = tl.reshape(tl.broadcast_to(tile, (L // ROWS, ROWS, C)), (L, C))
@@ -126,7 +120,8 @@ def random_tile(seed, base, sl, sk, AXIS: tl.constexpr, L: tl.constexpr, C: tl.c
     else:
         l = 4 * tl.arange(0, L // 4)[:, None, None]
         b = tl.arange(0, B)[None, None, :]
-    w0, w1, w2, w3 = philox_words(seed, (base + l * sl + (c * B + b) * sk) >> 2)
+    draw = (base + l * sl + (c * B + b) * sk) >> 2
+    w0, w1, w2, w3 = philox_words(seed, draw.to(tl.uint32), (draw >> 32).to(tl.uint32))
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     if AXIS == 0:
         words = tl.permute(words, (0, 3, 4, 1, 2))
@@ -142,7 +137,8 @@ def random_matrix(seed, base, stride, ALIGNED: tl.constexpr, R: tl.constexpr, K:
     r = tl.arange(0, R)[:, None]
     if ALIGNED:
         four = 4 * tl.arange(0, K // 4)[None, :]
-        w0, w1, w2, w3 = philox_words(seed, (base >> 2) + ((r * stride + four) >> 2))
+        draw = (base >> 2) + ((r * stride + four) >> 2)
+        w0, w1, w2, w3 = philox_words(seed, draw.to(tl.uint32), (draw >> 32).to(tl.uint32))
         return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (R, K))
     return random_at(seed, base + r * stride + tl.arange(0, K)[None, :])
 

@@ -70,7 +70,7 @@ def encode_kernel(
         source = tl.load(index_ptr + l, mask=l < num_rows, other=0)
     if WHOLE:
         first = k0 + tl.arange(0, C)[None, :, None] * BLOCK + tl.arange(0, 8)[None, None, :]
-        x = load_blocks(x_ptr + source * x_stride + first, l < num_rows, L_TILE, C, BLOCK).to(tl.float32)
+        x = load_blocks(x_ptr + source * x_stride + first, l < num_rows, L_TILE, C, BLOCK, 8).to(tl.float32)
     else:
         x = tl.load(x_ptr + source * x_stride + k, mask=inside, other=0.0).to(tl.float32)
     if HADAMARD:
