@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from convergence_report import write_report
 from convergence_run import Options, read_json, run_folder, same_identity, train

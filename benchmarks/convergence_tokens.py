@@ -180,8 +180,8 @@ def unpack(folder: Path) -> dict[str, Any]:
             )
         if (found := _digest(path)) != about[part]["blake2b"]:
             raise UserError(
-                f"{path}: its hash is {found}, and {about_path} names {about[part]['blake2b']}: it is not the file that "
-                "was prepared. Delete it if its .xz is there, or prepare the folder again."
+                f"{path}: its hash is {found}, and {about_path} names {about[part]['blake2b']}: it is not what was "
+                "prepared. Delete it if its .xz is there, or prepare the folder again."
             )
     return about
 

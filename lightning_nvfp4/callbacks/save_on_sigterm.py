@@ -14,8 +14,8 @@ class SaveOnSigterm(Callback):
     """Save `last.ckpt` when SIGTERM ends training, as schedulers send it before they take a machine away.
 
     Lightning finishes the step, then leaves with exit status 0. The checkpoint lies where the run's `ModelCheckpoint`
-    with `save_last` has its own, else in `default_root_dir`; `--ckpt_path last` continues the run, bit for bit. One that
-    another run has left there stays: as a `ModelCheckpoint` would, this one is called `last-v1.ckpt` then.
+    with `save_last` has its own, else in `default_root_dir`; `--ckpt_path last` continues the run, bit for bit. Another
+    run's checkpoint stays: as with a `ModelCheckpoint`, the new one is called `last-v1.ckpt` then.
     """
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
