@@ -57,13 +57,15 @@ EXACT = [(name, precision, {}) for name in MODELS for precision in (None, "bf16-
 def test_without_codec_every_output_and_gradient_is_bitwise_that_of_one_process(size):
     """Per expert the same rows in the same order, so the gradients of the weights too.
 
-    Except that the model's own experts, unconverted, sum the latter by slot and then token: equal up to that order.
+    Except that the model's own experts, unconverted, take an expert's rows by slot and then token. Equal up to that
+    order are the latter, and what goes through a sigmoid (gpt_oss), whose last bits depend on an element's place in a
+    vector of AVX-512.
     """
     ranks = run_ranks(one_rank, size, size, EXACT)
     for (name, precision, _), found in zip(EXACT, zip(*ranks, strict=True), strict=True):
         expected = together(size, name, precision)
         for i, (a, *b) in enumerate(zip(expected, *(results for results, _ in found), strict=True)):
-            if precision is None and i >= 3:
+            if precision is None and (i >= 3 or name == "gpt_oss"):
                 torch.testing.assert_close(a, torch.cat(b), rtol=1e-5, atol=1e-6)
             else:
                 assert torch.equal(a, torch.cat(b)), (name, precision, i)
