@@ -47,6 +47,21 @@ class HFExport(Callback):
             raise UserError(f"folder is {folder!r}: give the name of one folder under default_root_dir, such as hf.")
         self.folder = folder
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse the best weights by a metric of a validation that will not be.
+
+        Raises:
+            UserError: nothing is validated.
+        """
+        found = [call for call in trainer.checkpoint_callbacks if isinstance(call, ModelCheckpoint) and call.monitor]
+        monitors = [str(call.monitor) for call in found]
+        if self.weights == "best" and monitors and all(name.startswith("val") for name in monitors):
+            if not trainer.enable_validation or not sum(trainer.num_val_batches):
+                raise UserError(
+                    f"HFExport.weights is best by {monitors[0]}, and this run validates nothing. Give validation data "
+                    "(data.val_path) and trainer.limit_val_batches, or set weights to last."
+                )
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Export; every rank takes part in gathering shards, rank 0 writes."""
         if trainer.fast_dev_run or trainer.interrupted:  # type: ignore[truthy-bool]

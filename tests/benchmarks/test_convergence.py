@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -207,6 +208,27 @@ def test_driver_skips_what_is_finished_and_reports(plan, trained, tokens, capsys
     assert "0 runs of 10 steps" in capsys.readouterr().out
     page = (trained / "1280-tokens" / "report.html").read_text()
     assert "Numerics by layer" in page and "flushed to zero" in page
+
+
+def test_driver_does_not_skip_a_result_of_other_settings(plan, trained, tokens, tmp_path, capsys):
+    folder = run_folder(tmp_path, plan, plan.arm("bf16-gemm"), 0)
+    folder.mkdir(parents=True)
+    result = read_json(run_folder(trained, plan, plan.arm("bf16-gemm"), 0) / "result.json")
+    (folder / "result.json").write_text(json.dumps({**result, "identity": "other"}))
+    arguments = ["run", "--tokens-dir", str(tokens), "--out", str(tmp_path), "--model", "tiny", "--tokens", "1280"]
+    assert main([*arguments, "--arms", "bf16-gemm", "--seeds", "0"]) == 2
+    assert "other data or settings" in capsys.readouterr().err
+
+
+def test_a_token_file_of_the_right_size_with_other_tokens_is_refused(tokens, tmp_path):
+    folder = tmp_path / "tokens"
+    shutil.copytree(tokens, folder)
+    path = folder / "train.u16"
+    content = bytearray(path.read_bytes())
+    content[10] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"train.u16: its hash is .*, and .* names .*prepare the folder again"):
+        unpack(folder)
 
 
 def test_a_run_that_diverges_is_a_result_and_in_no_mean(plan, tokens, tmp_path):

@@ -164,6 +164,17 @@ def test_names_values_and_formats():
     assert 15 < four < 25 < eight < 35, "E2M1 and E4M3"
 
 
+def test_operands_of_zeros_have_no_sqnr():
+    """A number that no logger and no picture can take."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.zero_()
+    (_, row), *_ = fit(1, model=model)[1]
+    name = "numerics/model.model.layers.0.mlp.experts.down_proj/fprop_weight"
+    assert row[f"{name}/amax"] == 0 and f"{name}/sqnr" not in row
+    assert all(math.isfinite(value) for value in row.values())
+
+
 def test_the_control_arm_has_nothing_to_show():
     assert fit(1, "bf16-gemm")[1] == [(0, {})] or not fit(1, "bf16-gemm")[1]
 

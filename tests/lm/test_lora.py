@@ -92,6 +92,9 @@ def test_layers_that_are_not_there_are_refused(dense_fields) -> None:
         adapted(dense_fields, targets=["q_projj"])
     with pytest.raises(UserError, match="lora: rank 0 must be at least 1"):
         adapted(dense_fields, rank=0)
+    for alpha in (float("nan"), float("inf"), 0.0):
+        with pytest.raises(UserError, match=f"alpha {alpha} a number above 0"):
+            adapted(dense_fields, alpha=alpha)
     with pytest.raises(UserError, match="lora field 'r' is unknown"):
         adapted(dense_fields, r=4)
 
@@ -117,9 +120,12 @@ def test_training_stops_when_validation_does_not_improve_and_exports_the_best(
     assert all(torch.equal(exported[name.removeprefix("model.")], v) for name, v in kept["state_dict"].items())
     with pytest.raises(UserError, match="HFExport.weights is best, and no checkpoint was monitored"):
         make_trainer(1, callbacks=[HFExport(weights="best")]).fit(CausalLM(moe_fields), lm_data())
-    unseen = ModelCheckpoint(tmp_path / "u", monitor="val/loss", save_top_k=1, save_on_train_epoch_end=False)
-    trainer = make_trainer(
-        1, limit_val_batches=0, enable_checkpointing=True, callbacks=[unseen, HFExport(weights="best")]
-    )
-    with pytest.raises(UserError, match="val/loss was never measured.*data.val_path"):
-        trainer.fit(CausalLM(moe_fields), lm_data())
+    for options, message in (
+        ({"limit_val_batches": 0}, "best by val/loss, and this run validates nothing.*data.val_path"),
+        ({"limit_val_batches": 1, "val_check_interval": 5}, "val/loss was never measured.*data.val_path"),
+    ):
+        unseen = ModelCheckpoint(tmp_path / "u", monitor="val/loss", save_top_k=1, save_on_train_epoch_end=False)
+        trainer = make_trainer(1, enable_checkpointing=True, callbacks=[unseen, HFExport(weights="best")], **options)
+        with pytest.raises(UserError, match=message):
+            trainer.fit(CausalLM(moe_fields), lm_data())
+        assert trainer.global_step == ("was never" in message)

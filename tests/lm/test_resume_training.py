@@ -130,6 +130,12 @@ def test_sigterm_saves_and_the_run_goes_on_bitwise(
     assert process.exitcode == 0
     last = tmp_path / "ended" / "last.ckpt"
     assert torch.load(last, weights_only=True)["global_step"] == 2
+    before = last.read_bytes()
+    process = multiprocessing.get_context("fork").Process(target=fit, args=(tmp_path / "ended", Terminate()))
+    process.start()
+    process.join()
+    assert last.read_bytes() == before, "another run's"
+    assert torch.load(last.with_name("last-v1.ckpt"), weights_only=True)["global_step"] == 2
     end, again = straight.state_dict(), fit(tmp_path / "ended", ckpt_path=last).state_dict()
     assert all(torch.equal(end[name], again[name]) for name in end)
 

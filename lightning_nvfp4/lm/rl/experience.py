@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.export import gather_weights
 from lightning_nvfp4.lm.model import CausalLM
 from lightning_nvfp4.lm.rl.engines import RolloutConfig, RolloutEngine, prompt_batches
 from lightning_nvfp4.lm.rl.objective import zero_variance
 from lightning_nvfp4.lm.rl.reward_workers import Components, RewardWorkers
-from lightning_nvfp4.lm.rl.rewards import RewardOptions, score_components
+from lightning_nvfp4.lm.rl.rewards import RewardOptions, checked, score_components
 from lightning_nvfp4.lm.rl.rollout import Rollout, join
 from lightning_nvfp4.lm.stop_tokens import stop_token_ids
 
@@ -90,7 +88,7 @@ class SamplingLM(CausalLM):
             scores.append(self._workers.submit(texts[-len(references) :], references))
             places.append(rows)
         with self._clock("reward_wait"):
-            components = [score.result() for score in scores]
+            components = [self._workers.result(score) for score in scores]
         group = torch.arange(group_size, device=self.device)
         order = torch.cat([(rows.unsqueeze(1) * group_size + group).flatten() for rows in places]).argsort()
         joined = {name: [value for part in components for value in part[name]] for name in self.reward_weights}
@@ -167,16 +165,8 @@ class SamplingLM(CausalLM):
     def _components(self, texts: list[str], references: list[dict[str, Any]]) -> Components:
         """The values of every reward; runs in a worker."""
         if self.reward is None:
-            components = score_components(texts, references, list(self.reward_weights), self.reward_options)
-        else:
-            components = {"reward": self.reward(texts, references)}
-        for name, values in components.items():
-            if len(values) != len(texts):
-                raise UserError(f"{name} gave {len(values)} values for {len(texts)} completions: one for each is due.")
-            bad = next((value for value in values if not math.isfinite(value)), None)
-            if bad is not None:
-                raise UserError(f"{name} gave {bad}: it must be finite.")
-        return components
+            return score_components(texts, references, list(self.reward_weights), self.reward_options)
+        return {"reward": checked(f"reward, {self.reward!r},", self.reward(texts, references), len(texts))}
 
     def _total(self, components: dict[str, Tensor]) -> Tensor:
         """The weighted sum of the rewards, (B,) FP32."""

@@ -6,6 +6,7 @@ A prompt's reference names the reward that judges it, its `kind`; a run may name
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,9 +94,36 @@ def score_many(
         part = _REWARDS[kind](
             [completions[i] for i in chosen], [references[i] for i in chosen], options or RewardOptions()
         )
-        for place, reward in zip(chosen, part, strict=True):
+        for place, reward in zip(chosen, checked(f"the reward {kind!r}", part, len(chosen)), strict=True):
             rewards[place] = reward
     return rewards
+
+
+def checked(name: str, values: Any, count: int) -> list[float]:
+    """Return what a reward function gave for `count` completions as floats.
+
+    Raises:
+        UserError: it is not one finite number for each.
+    """
+    due = f"it must return a list of {count} finite numbers, one for each completion."
+    try:
+        numbers = None if isinstance(values, (str, bytes, Mapping)) else [float(value) for value in values]
+        readable = numbers is not None and not any(isinstance(value, (str, bytes)) for value in values)
+    except (TypeError, ValueError):
+        readable, numbers = False, None
+    if not readable or numbers is None:
+        raise UserError(f"{name} returned {shortened(values)}: {due}")
+    if len(numbers) != count:
+        raise UserError(f"{name} returned {len(numbers)} values: {due}")
+    if not all(map(math.isfinite, numbers)):
+        raise UserError(f"{name} returned {next(v for v in numbers if not math.isfinite(v))}: {due}")
+    return numbers
+
+
+def shortened(value: Any, limit: int = 80) -> str:
+    """Return the repr of a value, cut to a length."""
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def score_components(
@@ -108,7 +136,7 @@ def score_components(
     return {
         name: score_many(completions, references, options=options)
         if name == BY_REFERENCE
-        else _REWARDS[name](completions, references, options)
+        else checked(f"the reward {name!r}", _REWARDS[name](completions, references, options), len(completions))
         for name in names
     }
 

@@ -134,6 +134,21 @@ def test_a_batch_is_scored_while_the_next_is_generated() -> None:
     workers.close()
 
 
+def test_a_reward_that_hangs_ends_the_run(moe_fields, prompt_data, make_trainer) -> None:
+    """Also the process: its thread is none that Python waits for."""
+    freed = threading.Event()
+
+    def hangs(completions: list[str], references: list[dict[str, Any]]) -> list[float]:
+        freed.wait()
+        return [0.0] * len(completions)
+
+    module = policy(moe_fields, reward=hangs, reward_workers=1, reward_timeout=0.2)
+    with pytest.raises(UserError, match=r"not there after reward_timeout = 0.2 s.*Mend it"):
+        fit(make_trainer, module, prompt_data())
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("reward"))
+    freed.set()
+
+
 def test_threads_change_nothing(moe_fields, prompt_data, make_trainer) -> None:
     def slow(completions: list[str], references: list[dict[str, Any]]) -> list[float]:
         time.sleep(0.002 * len(completions[0]))

@@ -211,8 +211,12 @@ def test_settings_that_cannot_be_are_refused(moe_fields, options: dict[str, Any]
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (lambda texts, _: [1.0], "reward gave 1 values for 48 completions"),
-        (lambda texts, _: [float("nan")] * len(texts), "reward gave nan: it must be finite"),
+        (lambda texts, _: [1.0], "returned 1 values: it must return a list of 48 finite numbers"),
+        (lambda texts, _: [float("nan")] * len(texts), "returned nan: it must return"),
+        (lambda texts, _: None, "reward, <function .*lambda.*>, returned None: it must return"),
+        (lambda texts, _: [None] * len(texts), r"returned \[None, None"),
+        (lambda texts, _: ["1"] * len(texts), r"returned \['1', '1'"),
+        (lambda texts, _: "1" * len(texts), "returned '1111"),
     ],
 )
 def test_a_reward_that_is_none_is_refused(moe_fields, prompt_data, make_trainer, reward: Any, message: str) -> None:
