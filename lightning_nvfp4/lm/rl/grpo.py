@@ -88,7 +88,7 @@ class GRPO(SamplingLM):
         reward_options: limits of the named rewards.
         reward_workers: threads that compute the rewards of one batch of completions (see `rollout.batch_size`) while
             the next is generated; 0 computes them in between.
-        reward_timeout: wall seconds that a batch of rewards in such a thread may take; the run ends after that.
+        reward_timeout: wall seconds that the rewards of a batch may take; a run whose reward hangs ends after that.
         resample_limit: how often groups whose rewards are all equal are drawn again, for lack of anything to learn.
         rollout: how completions are sampled.
         log_prompts: prompts a step whose first completions go to `<default_root_dir>/rollouts.jsonl` (at most 16 MiB).
@@ -158,10 +158,8 @@ class GRPO(SamplingLM):
         self.resample_limit = int(_at_least("resample_limit", resample_limit, 0))
         self.rollout = as_config(RolloutConfig, rollout, "rollout")
         self._engine = make_engine(self.rollout)
-        if not reward_timeout > 0:
-            raise UserError(f"reward_timeout is {reward_timeout}: it must be a number of seconds above 0.")
         self.reward_timeout = reward_timeout
-        self._workers = RewardWorkers(self._components, self.reward_workers, reward_timeout)
+        self._workers = RewardWorkers(self._components, self.reward_workers, reward_timeout, self._reward_name)
         self._seconds: dict[str, float] = {}
         self.log_prompts = int(_at_least("log_prompts", log_prompts, 0))
         self._reference: list[PreTrainedModel] = []  # in a list: no submodule, so no part of checkpoints or optimizers

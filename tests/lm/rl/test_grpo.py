@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,8 @@ def test_a_checkpoint_holds_the_settings(moe_fields, prompt_data, make_trainer, 
         ({"group_size": 1}, "group_size is 1: it must be at least 2"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"tis_cap": 0.5}, "tis_cap is 0.5"),
+        ({"reward_timeout": 0.0}, "reward_timeout is 0.0: it must be a number of seconds above 0"),
+        ({"reward_timeout": math.inf}, "reward_timeout is inf"),
         ({"updates_per_rollout": 0}, "updates_per_rollout is 0"),
         ({"gradient_clip_val": 1.0}, "set trainer.gradient_clip_val"),
         ({"abort": {"max_kll": 1.0}}, "abort field 'max_kll' is unknown. Did you mean 'max_kl'"),
