@@ -40,7 +40,7 @@ def test_the_forward_switch_acts_at_its_step_and_survives_resume(tmp_path, at):
     assert same_state(whole, resumed)
 
 
-@pytest.mark.parametrize("value", [-0.1, 1.5])
+@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), float("inf")])
 def test_schedule_refuses_values_out_of_range(value):
     with pytest.raises(UserError, match=str(value)):
         PrecisionSchedule(forward_at=value)

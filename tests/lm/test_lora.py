@@ -90,8 +90,12 @@ def test_a_checkpoint_brings_the_adapters_back(dense_fields, lm_data, make_train
 def test_layers_that_are_not_there_are_refused(dense_fields) -> None:
     with pytest.raises(UserError, match=r"lora.targets is \['q_projj'\].*Name linear layers"):
         adapted(dense_fields, targets=["q_projj"])
-    with pytest.raises(UserError, match="lora: rank 0 must be at least 1"):
-        adapted(dense_fields, rank=0)
+    for rank in (0, -1):
+        with pytest.raises(UserError, match=f"lora: rank {rank} must be at least 1"):
+            adapted(dense_fields, rank=rank)
+    for dropout in (-0.1, 1.0, float("nan")):
+        with pytest.raises(UserError, match=rf"dropout {dropout} in \[0, 1\)"):
+            adapted(dense_fields, dropout=dropout)
     for alpha in (float("nan"), float("inf"), 0.0):
         with pytest.raises(UserError, match=f"alpha {alpha} a number above 0"):
             adapted(dense_fields, alpha=alpha)

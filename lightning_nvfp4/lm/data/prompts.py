@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -216,7 +217,7 @@ def _difficulty(prompt: Prompt) -> float:
     value = reference.get("difficulty")
     if value is None:
         return float(sum(len(message["content"]) for message in messages))
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise UserError(f"the difficulty {value!r:.60} of the prompt {messages!r:.200} must be a number.")
     return float(value)
 

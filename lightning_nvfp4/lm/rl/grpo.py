@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -127,8 +128,8 @@ class GRPO(SamplingLM):
         super().__init__(model, pretrained, optimizer, schedule, seed, aux_loss_coef)
         self.group_size = _at_least("group_size", group_size, 2)
         self.max_new_tokens = int(_at_least("max_new_tokens", max_new_tokens, 1))
-        if not temperature > 0:
-            raise UserError(f"temperature is {temperature}: it must be positive, for samples to differ.")
+        if not 0 < temperature < math.inf:
+            raise UserError(f"temperature is {temperature}: it must be a positive number, for samples to differ.")
         self.temperature = temperature
         self.clip_low = _at_least("clip_low", clip_low, 0)
         self.clip_high = _at_least("clip_high", clip_high, 0)
@@ -144,7 +145,9 @@ class GRPO(SamplingLM):
                 "gradient_clip_val is for updates_per_rollout or minibatches above 1; with one update set "
                 "trainer.gradient_clip_val."
             )
-        self.gradient_clip_val = gradient_clip_val
+        self.gradient_clip_val = (
+            None if gradient_clip_val is None else _at_least("gradient_clip_val", gradient_clip_val, 0)
+        )
         self.abort = as_config(AbortThresholds, abort, "abort")
         self.reward = reward
         if reward is not None and rewards is not None:
@@ -152,6 +155,9 @@ class GRPO(SamplingLM):
         self.reward_weights = {"reward": 1.0} if reward else dict(rewards or {BY_REFERENCE: 1.0})
         if reward is None:
             check_names(self.reward_weights)
+        for name, weight in self.reward_weights.items():
+            if not math.isfinite(weight):
+                raise UserError(f"rewards.{name} is {weight}: a weight must be a number.")
         self.rewards = rewards
         self.reward_options = as_config(RewardOptions, reward_options, "reward_options")
         self.reward_workers = int(_at_least("reward_workers", reward_workers, 0))
@@ -372,6 +378,6 @@ def _completion_logits(logits: Tensor, rollout: Rollout) -> Tensor:
 
 
 def _at_least(name: str, value: float, low: float) -> Any:
-    if not value >= low:
-        raise UserError(f"{name} is {value}: it must be at least {low}.")
+    if not low <= value < math.inf:
+        raise UserError(f"{name} is {value}: it must be a number of at least {low}.")
     return value

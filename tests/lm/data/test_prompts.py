@@ -149,9 +149,10 @@ def test_a_rows_own_difficulty_wins_and_must_be_a_number(tmp_path: Path, tokeniz
     options = {"tokenizer": tokenizer_folder, "prompts_per_step": 3, "curriculum": 1.0}
     loader = iter(PromptData(path=write(tmp_path, rows), **options).train_dataloader())
     assert [r["difficulty"] for r in next(loader)["references"]] == [1.5, 2, 3]
-    path = write(tmp_path, [{"question": "q", "answer": "#### 1", "difficulty": "hard"}])
-    with pytest.raises(UserError, match="difficulty 'hard' of the prompt .* must be a number"):
-        next(iter(PromptData(path=path, **options).train_dataloader()))
+    for value in ("hard", float("nan")):
+        path = write(tmp_path, [{"question": "q", "answer": "#### 1", "difficulty": value}])
+        with pytest.raises(UserError, match=f"difficulty {value!r} of the prompt .* must be a number"):
+            next(iter(PromptData(path=path, **options).train_dataloader()))
     with pytest.raises(UserError, match="data.curriculum=2 must be from 0"):
         PromptData(path=path, curriculum=2)
 
