@@ -201,7 +201,8 @@ def _mistake(error: Exception, arguments: list[str]) -> UserError | None:
         )
     # What these raise themselves is about their arguments; an error in a model or a reward comes from deeper down.
     theirs = isinstance(error, ValueError | TypeError) and (_LIGHTNING in innermost or _PARSER in innermost)
-    if theirs or isinstance(error, MisconfigurationException | OmegaConfBaseException):
+    stopping = isinstance(error, RuntimeError) and text.startswith("Early stopping conditioned on metric")
+    if theirs or stopping or isinstance(error, MisconfigurationException | OmegaConfBaseException):
         return UserError(f"{text} Mend that field of the configuration.")
     return None
 

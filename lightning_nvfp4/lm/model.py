@@ -20,6 +20,7 @@ from transformers.modeling_outputs import ModelOutput
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.hf_model import build_config, build_model, load_model, router_options, text_config
 from lightning_nvfp4.lm.lora import LoraSettings, inject, settings_dict
+from lightning_nvfp4.lm.monitors import check_monitors
 from lightning_nvfp4.lm.optim import (
     OptimizerConfig,
     ScheduleConfig,
@@ -191,6 +192,10 @@ class CausalLM(LightningModule):
     def on_fit_start(self) -> None:
         """Check what can only be checked when model and data are both there."""
         self.check_vocabulary()
+
+    def on_train_start(self) -> None:
+        """Check that what callbacks monitor will be measured."""
+        check_monitors(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Stop when the checkpoint of another run leaves nothing to train: its weights would be exported as trained."""

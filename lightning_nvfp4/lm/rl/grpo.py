@@ -207,6 +207,7 @@ class GRPO(SamplingLM):
 
     def on_train_start(self) -> None:
         """Open the log of completions where this run starts or resumes."""
+        super().on_train_start()
         if self.log_prompts and self.trainer.is_global_zero:
             self._rollout_log = RolloutLog(Path(self.trainer.default_root_dir) / "rollouts.jsonl")
             self._rollout_log.rewind(self.trainer.global_step)
