@@ -29,7 +29,7 @@ from lightning_nvfp4.lm.rl.objective import (
 )
 from lightning_nvfp4.lm.rl.reward_workers import RewardWorkers
 from lightning_nvfp4.lm.rl.rewards import BY_REFERENCE, RewardOptions, check_names
-from lightning_nvfp4.lm.rl.rollout import Rollout, rollout_generator
+from lightning_nvfp4.lm.rl.rollout import Rollout, check_length, rollout_generator
 from lightning_nvfp4.lm.rl.rollout_log import RolloutLog
 from lightning_nvfp4.lm.rl.routing import recorded_routing, routing_agreement
 
@@ -202,6 +202,9 @@ class GRPO(SamplingLM):
         super().on_fit_start()
         if self._tokenizer is None:
             raise UserError("GRPO decodes with the datamodule's tokenizer: fit with a datamodule that has one.")
+        longest = getattr(self.trainer.datamodule, "max_prompt_length", None)  # type: ignore[attr-defined]
+        if longest is not None:
+            check_length(self.network, longest, self.max_new_tokens)
         for reference in self._reference:
             torch.nn.Module.to(reference, self.device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -217,6 +218,21 @@ def test_a_checkpoint_holds_the_settings(moe_fields, prompt_data, make_trainer, 
 def test_settings_that_cannot_be_are_refused(moe_fields, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         policy(moe_fields, **options)
+
+
+def test_prompts_that_may_exceed_the_positions_are_refused_before_the_first_step(
+    moe_fields, prompt_data, make_trainer
+) -> None:
+    data = prompt_data()
+    for longest, message in (
+        (60, None),
+        (61, "61 tokens and max_new_tokens = 4 exceed .*max_position_embeddings = 64"),
+    ):
+        data.max_prompt_length = longest
+        trainer = make_trainer(1)
+        with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+            trainer.fit(policy(moe_fields), data)
+        assert trainer.global_step == (message is None)
 
 
 @pytest.mark.parametrize(
