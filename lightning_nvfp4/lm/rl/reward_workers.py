@@ -63,9 +63,9 @@ class RewardWorkers:
 
     def _work(self) -> None:
         while (task := self._waiting.get()) is not None:
-            future, *arguments = task
+            future, completions, references = task
             try:
-                future.set_result(self._score(*arguments))
+                future.set_result(self._score(completions, references))
             except BaseException as error:
                 future.set_exception(error)
 
