@@ -53,6 +53,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     cli = ("-m", "lightning_nvfp4.cli")
     suite = ("--config", "eval/smollm2.yaml", "--data-dir", options.data_dir, "--allow-code-execution")
     suite += ("--allow-unsafe-code",) if options.allow_unsafe_code else ()
+    workers = max(1, min(10, (os.cpu_count() or 1) - 6))
     arms = "bf16-gemm,nvfp4-hybrid,fp8,mxfp8,nvfp4,hybrid-bf16-forward-at-82"
     runs = out / "pretraining"
     words = ("trainer.max_steps=240", *(f"model.init_args.schedule.decay_{name}=120" for name in ("start", "steps")))
@@ -68,7 +69,15 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         ),
         Job(
             "rl-words",
-            ("benchmarks/rl_compare.py", "--out", str(out / "rl-words"), "--start", options.sft, "--workers", "10")
+            (
+                "benchmarks/rl_compare.py",
+                "--out",
+                str(out / "rl-words"),
+                "--start",
+                options.sft,
+                "--workers",
+                str(workers),
+            )
             + ("--final", "20", "--minutes", "{minutes}", *words),
         ),
     ]
