@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,7 +13,14 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.hf_model import router_options
-from lightning_nvfp4.lm.rl.rollout import Rollout, check_prompts, from_completions, is_sharded, without_padding
+from lightning_nvfp4.lm.rl.rollout import (
+    Rollout,
+    Sampling,
+    check_prompts,
+    from_completions,
+    is_sharded,
+    without_padding,
+)
 from lightning_nvfp4.nn.inference import cached_weights
 
 _PAGE = 64
@@ -35,30 +41,25 @@ class ContinuousEngine:
         model: PreTrainedModel,
         input_ids: Tensor,
         attention_mask: Tensor,
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        stop_ids: Sequence[int],
-        pad_id: int,
+        sampling: Sampling,
         generator: torch.Generator,
-        group_size: int = 1,
     ) -> Rollout:
         """See `rollout.sample`. Seeded by the generator; which request draws which number is up to the scheduler."""
-        check_prompts(model, input_ids, attention_mask, max_new_tokens)
+        check_prompts(model, input_ids, attention_mask, sampling.max_new_tokens)
         if is_sharded(model):
             raise UserError("rollout.engine is continuous, and the model is sharded: set it to transformers.")
-        input_ids = input_ids.repeat_interleave(group_size, dim=0)
-        attention_mask = attention_mask.repeat_interleave(group_size, dim=0)
+        input_ids = input_ids.repeat_interleave(sampling.group_size, dim=0)
+        attention_mask = attention_mask.repeat_interleave(sampling.group_size, dim=0)
         prompts = without_padding(input_ids, attention_mask)
         settings = GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            do_sample=temperature > 0,
-            temperature=temperature or 1.0,
+            max_new_tokens=sampling.max_new_tokens,
+            do_sample=sampling.temperature > 0,
+            temperature=sampling.temperature or 1.0,
             top_k=0,
-            eos_token_id=list(stop_ids) or None,
-            pad_token_id=pad_id,
+            eos_token_id=list(sampling.stop_ids) or None,
+            pad_token_id=sampling.pad_id,
         )
-        pages = -(-(input_ids.shape[1] + max_new_tokens) // _PAGE) + 1
+        pages = -(-(input_ids.shape[1] + sampling.max_new_tokens) // _PAGE) + 1
         batching = ContinuousBatchingConfig(
             page_size=_PAGE,
             num_blocks=pages * len(prompts),  # left to itself, the cache takes all the memory that is free
@@ -78,12 +79,12 @@ class ContinuousEngine:
         failed = next((output.error for output in outputs if output.error), None)
         if failed is not None or len(outputs) != len(prompts):
             raise RuntimeError(f"continuous batching gave {len(outputs)} of {len(prompts)} completions: {failed}")
-        stops = set(stop_ids)
+        stops = set(sampling.stop_ids)
         rows = [
             (list(output.generated_tokens), list(output.logprobs), output.generated_tokens[-1] not in stops)
             for output in outputs
         ]
-        return from_completions(input_ids, attention_mask, rows, pad_id)
+        return from_completions(input_ids, attention_mask, rows, sampling.pad_id)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_nvfp4.errors import UserError, unknown
-from lightning_nvfp4.lm.rl.rollout import Rollout, sample
+from lightning_nvfp4.lm.rl.rollout import Rollout, Sampling, sample
 
 EngineName = Literal["transformers", "continuous", "vllm"]
 
@@ -67,13 +67,8 @@ class RolloutEngine(Protocol):
         model: PreTrainedModel,
         input_ids: Tensor,
         attention_mask: Tensor,
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        stop_ids: Sequence[int],
-        pad_id: int,
+        sampling: Sampling,
         generator: torch.Generator,
-        group_size: int = 1,
     ) -> Rollout:
         """Draw completions; arguments and result are those of `rollout.sample`."""
         ...

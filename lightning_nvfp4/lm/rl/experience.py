@@ -16,7 +16,7 @@ from lightning_nvfp4.lm.rl.engines import RolloutConfig, RolloutEngine, prompt_b
 from lightning_nvfp4.lm.rl.objective import zero_variance
 from lightning_nvfp4.lm.rl.reward_workers import Components, RewardWorkers
 from lightning_nvfp4.lm.rl.rewards import RewardOptions, checked, score_components
-from lightning_nvfp4.lm.rl.rollout import Rollout, join
+from lightning_nvfp4.lm.rl.rollout import Rollout, Sampling, join
 from lightning_nvfp4.lm.stop_tokens import stop_token_ids
 
 Reward = Callable[[list[str], list[dict[str, Any]]], list[float]]
@@ -145,12 +145,8 @@ class SamplingLM(CausalLM):
             self.network,
             batch["input_ids"],
             batch["attention_mask"],
-            max_new_tokens=self.max_new_tokens,
-            temperature=temperature,
-            stop_ids=stop_token_ids(self._tokenizer),
-            pad_id=self._pad_id,
-            generator=generator,
-            group_size=group_size,
+            Sampling(self.max_new_tokens, temperature, stop_token_ids(self._tokenizer), self._pad_id, group_size),
+            generator,
         )
 
     @property

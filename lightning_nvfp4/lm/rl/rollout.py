@@ -160,20 +160,34 @@ class GumbelSampler(LogitsProcessor):
         return perturbed
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """What is drawn for each prompt.
+
+    Attributes:
+        max_new_tokens: longest completion, stop token included.
+        temperature: of the sampling distribution; 0 is greedy.
+        stop_ids: tokens that end a completion.
+        pad_id: fills rows that have ended.
+        group_size: completions a prompt.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    stop_ids: Sequence[int]
+    pad_id: int
+    group_size: int = 1
+
+
 @torch.no_grad()
 def sample(
     model: PreTrainedModel,
     input_ids: Tensor,
     attention_mask: Tensor,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    stop_ids: Sequence[int],
-    pad_id: int,
+    sampling: Sampling,
     generator: torch.Generator,
-    group_size: int = 1,
 ) -> Rollout:
-    """Draw `group_size` completions of every prompt, all in one batch, with the KV cache.
+    """Draw the completions of every prompt, all in one batch, with the KV cache.
 
     The model runs in the caller's autocast context with every weight quantized once for the whole rollout; dropout is
     off. Global random state, the model's mode and its generation settings are left as they were.
@@ -182,28 +196,24 @@ def sample(
         model: the Hugging Face model in training.
         input_ids: (N, P) int64 prompts, left-padded.
         attention_mask: (N, P), 0 at padding.
-        max_new_tokens: longest completion, stop token included.
-        temperature: of the sampling distribution; 0 is greedy.
-        stop_ids: tokens that end a completion.
-        pad_id: fills rows that have ended.
+        sampling: what is drawn.
         generator: source of randomness, on the model's device.
-        group_size: completions a prompt.
 
     Raises:
         UserError: prompt and completion exceed the model's positions, or a prompt is padded on the right.
     """
     from lightning_nvfp4.nn.inference import cached_weights
 
-    check_prompts(model, input_ids, attention_mask, max_new_tokens)
-    input_ids = input_ids.repeat_interleave(group_size, dim=0)
-    attention_mask = attention_mask.repeat_interleave(group_size, dim=0)
-    sampler = GumbelSampler(temperature, generator)
+    check_prompts(model, input_ids, attention_mask, sampling.max_new_tokens)
+    input_ids = input_ids.repeat_interleave(sampling.group_size, dim=0)
+    attention_mask = attention_mask.repeat_interleave(sampling.group_size, dim=0)
+    sampler = GumbelSampler(sampling.temperature, generator)
     settings = GenerationConfig(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=sampling.max_new_tokens,
         do_sample=False,
         use_cache=True,
-        eos_token_id=list(stop_ids) or None,
-        pad_token_id=pad_id,
+        eos_token_id=list(sampling.stop_ids) or None,
+        pad_token_id=sampling.pad_id,
     )
     with (
         _generating(model, settings),
@@ -220,7 +230,7 @@ def sample(
             **router_options(model, load_balance=False),
         )
     completions = sequences[:, input_ids.shape[1] :]
-    stops = torch.isin(completions, torch.tensor(list(stop_ids), device=completions.device))
+    stops = torch.isin(completions, torch.tensor(list(sampling.stop_ids), device=completions.device))
     ended_before = stops.long().cumsum(dim=1) - stops.long() > 0
     mask = ~ended_before
     logps = torch.stack(sampler.logps[: completions.shape[1]], dim=1)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from transformers import PreTrainedModel
 
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.export import export
-from lightning_nvfp4.lm.rl.rollout import Rollout, check_prompts, from_completions, without_padding
+from lightning_nvfp4.lm.rl.rollout import Rollout, Sampling, check_prompts, from_completions, without_padding
 
 _REQUESTS_AT_ONCE = 64
 _START = "Start it with VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --logprobs-mode processed_logprobs."
@@ -61,40 +60,35 @@ class VLLMEngine:
         model: PreTrainedModel,
         input_ids: Tensor,
         attention_mask: Tensor,
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        stop_ids: Sequence[int],
-        pad_id: int,
+        sampling: Sampling,
         generator: torch.Generator,
-        group_size: int = 1,
     ) -> Rollout:
         """See `rollout.sample`; the generator gives each prompt the seed that the server samples with."""
-        check_prompts(model, input_ids, attention_mask, max_new_tokens)
+        check_prompts(model, input_ids, attention_mask, sampling.max_new_tokens)
         seeds = torch.randint(2**31, (len(input_ids),), generator=generator, device=generator.device).tolist()
         prompts = without_padding(input_ids, attention_mask)
         self._model = self._model or self._served_model()
         settings = {
             "model": self._model,
-            "n": group_size,
-            "max_tokens": max_new_tokens,
-            "temperature": temperature,
+            "n": sampling.group_size,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
             "top_p": 1.0,
             "top_k": 0,
             "logprobs": 0,
-            "stop_token_ids": list(stop_ids),
+            "stop_token_ids": list(sampling.stop_ids),
             "return_token_ids": True,
             "skip_special_tokens": False,
         }
         bodies = [settings | {"prompt": prompt, "seed": seed} for prompt, seed in zip(prompts, seeds, strict=True)]
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
             answers = list(pool.map(lambda body: self._request("/v1/completions", body), bodies))
-        rows = [row for answer in answers for row in self._completions(answer, group_size)]
+        rows = [row for answer in answers for row in self._completions(answer, sampling.group_size)]
         return from_completions(
-            input_ids.repeat_interleave(group_size, dim=0),
-            attention_mask.repeat_interleave(group_size, dim=0),
+            input_ids.repeat_interleave(sampling.group_size, dim=0),
+            attention_mask.repeat_interleave(sampling.group_size, dim=0),
             rows,
-            pad_id,
+            sampling.pad_id,
         )
 
     def _served_model(self) -> str:

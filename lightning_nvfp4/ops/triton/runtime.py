@@ -13,6 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in Triton's interpreter, on the CPU; read when triton is imported."""
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_called: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+"""The same by the numbers themselves, which are looked up sooner than what Triton compiles for."""
+_MOST_CALLED = 4096
 
 
 def native_fp8(on: Tensor) -> bool:
@@ -54,16 +57,20 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *arguments: Any, **op
         with torch.cuda.device(device):
             launch(kernel, grid, on, *arguments, **options)
         return
-    key = (id(kernel), device, *map(_kind, arguments), *options.values())
-    found = _compiled.get(key)
+    constants = options.values()
+    call = (id(kernel), device, *[a if type(a) is int else _kind(a) for a in arguments], *constants)
+    found = _called.get(call)
     if found is None:
-        # A contraction of products and sums would change bits.
-        compiled = kernel[grid](*arguments, enable_fp_fusion=False, **options)
-        constants = tuple(options[name] for name in kernel.arg_names[len(arguments) :])
-        _compiled[key] = (compiled, constants)
-    else:
-        compiled, constants = found
-        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+        key = (id(kernel), device, *map(_kind, arguments), *constants)
+        if (found := _compiled.get(key)) is None:
+            # A contraction of products and sums would change bits.
+            compiled = kernel[grid](*arguments, enable_fp_fusion=False, **options)
+            _compiled[key] = (compiled, tuple(options[name] for name in kernel.arg_names[len(arguments) :]))
+            return
+        if len(_called) == _MOST_CALLED:
+            _called.clear()
+        _called[call] = found
+    found[0][(*grid, 1, 1)[:3]](*arguments, *found[1])
 
 
 def _kind(argument: Any) -> Any:

@@ -19,7 +19,7 @@ from lightning_nvfp4.lm.optim import OptimizerConfig
 from lightning_nvfp4.lm.rl.continuous import ContinuousEngine
 from lightning_nvfp4.lm.rl.grpo import GRPO
 from lightning_nvfp4.lm.rl.objective import token_logps
-from lightning_nvfp4.lm.rl.rollout import rollout_generator
+from lightning_nvfp4.lm.rl.rollout import Sampling, rollout_generator
 from lightning_nvfp4.lm.rl.vllm_engine import VLLMEngine
 from lightning_nvfp4.nn.inference import inference
 
@@ -29,9 +29,7 @@ STOPS = (1, 2)
 def draw(engine: Any, model: Any, batch: dict[str, Any], seed: int = 0, **options: Any) -> Any:
     settings = {"max_new_tokens": 5, "temperature": 0.7, "stop_ids": STOPS, "pad_id": 0, "group_size": 2}
     generator = rollout_generator(seed, 0, 0, 0, torch.device("cpu"))
-    return engine.sample(
-        model, batch["input_ids"], batch["attention_mask"], generator=generator, **(settings | options)
-    )
+    return engine.sample(model, batch["input_ids"], batch["attention_mask"], Sampling(**settings | options), generator)
 
 
 def check_rows(rollout: Any, prompts: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from lightning_nvfp4.lm.rl.abort import AbortThresholds
 from lightning_nvfp4.lm.rl.engines import RolloutConfig, prompt_batches
 from lightning_nvfp4.lm.rl.grpo import GRPO
 from lightning_nvfp4.lm.rl.reward_workers import RewardWorkers
-from lightning_nvfp4.lm.rl.rollout import join, rollout_generator, sample
+from lightning_nvfp4.lm.rl.rollout import Sampling, join, rollout_generator, sample
 from lightning_nvfp4.lm.rl.routing import recorded_routing, routing_agreement
 
 CPU = torch.device("cpu")
@@ -58,11 +58,8 @@ def test_joined_rollouts_keep_every_row(moe_fields, prompt_data) -> None:
             model,
             batch["input_ids"][rows][:, columns],
             batch["attention_mask"][rows][:, columns],
-            max_new_tokens=length,
-            temperature=1.0,
-            stop_ids=(1, 2),
-            pad_id=0,
-            generator=rollout_generator(seed, 0, 0, 0, CPU),
+            Sampling(length, temperature=1.0, stop_ids=(1, 2), pad_id=0),
+            rollout_generator(seed, 0, 0, 0, CPU),
         )
 
     one, other = draw(slice(0, 6, 2), slice(2, None), 0, 3), draw(slice(1, 6, 2), slice(None), 1, 7)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.hf_model import build_model
 from lightning_nvfp4.lm.rl.objective import token_logps
-from lightning_nvfp4.lm.rl.rollout import GumbelSampler, position_ids, rollout_generator, sample
+from lightning_nvfp4.lm.rl.rollout import GumbelSampler, Sampling, position_ids, rollout_generator, sample
 from lightning_nvfp4.lm.stop_tokens import stop_token_ids
 
 CPU = torch.device("cpu")
@@ -31,7 +31,9 @@ def prompts(prompt_data: Any) -> dict[str, torch.Tensor]:
 
 def draw(model: Any, prompts: dict[str, torch.Tensor], seed: int = 0, **options: Any) -> Any:
     settings = {"max_new_tokens": 12, "temperature": 1.0, "stop_ids": STOP, "pad_id": PAD, "group_size": 4}
-    return sample(model, **prompts, generator=rollout_generator(seed, 0, 0, 0, CPU), **(settings | options))
+    return sample(
+        model, **prompts, sampling=Sampling(**settings | options), generator=rollout_generator(seed, 0, 0, 0, CPU)
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
