@@ -29,6 +29,7 @@ from lightning_nvfp4.lm.optim import (
     build_adamw,
     schedule_ratio,
 )
+from lightning_nvfp4.strategies.averaging import refuse_averaging
 from lightning_nvfp4.strategies.gradients import total_grad_norm
 
 IGNORED_LABEL = -100
@@ -129,6 +130,8 @@ class CausalLM(LightningModule):
         if self._fabric is not None or self._trainer is None or self.device_mesh is None:
             return
         strategy: Any = self.trainer.strategy
+        if strategy.world_size > 1:
+            refuse_averaging(self.trainer)
         self.trainer.precision_plugin.convert_module(self)  # FSDP2 swaps classes: conversion has to come first
         if hasattr(strategy, "shard_model"):
             self.model = strategy.shard_model(self.network)
