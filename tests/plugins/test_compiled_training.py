@@ -8,8 +8,13 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy
+from ranks import run_ranks
 from tiny_models import quiet_trainer, same_state
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -58,14 +63,23 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(compiled: str, recompute: bool = False, accumulate: int = 1, average: bool = False) -> Module:
+def fit(
+    compiled: str,
+    recompute: bool = False,
+    accumulate: int = 1,
+    average: bool = False,
+    module: Any = None,
+    **trainer: Any,
+) -> Module:
     torch._dynamo.reset()
-    module = Module(recompute)
+    counters.clear()
+    module = module or Module(recompute)
     for part in {"": [], "whole": [module.net], "blocks": module.net.blocks}[compiled]:
         part.compile(backend="aot_eager")
     data = torch.randn(16 * STEPS * accumulate, 32, generator=torch.Generator().manual_seed(1))
-    trainer = quiet_trainer(
+    fitted = quiet_trainer(
         STEPS,
+        **trainer,
         plugins=[BlockScaledPrecision("nvfp4-hybrid", overrides=EVERYTHING)],
         accumulate_grad_batches=accumulate,
         callbacks=[EMAWeightAveraging(decay=0.75, use_buffers=False)] if average else [],
@@ -73,7 +87,8 @@ def fit(compiled: str, recompute: bool = False, accumulate: int = 1, average: bo
         limit_val_batches=1,
         num_sanity_val_steps=0,
     )
-    trainer.fit(module, DataLoader(data, batch_size=16), DataLoader(data[:16], batch_size=16))
+    fitted.fit(module, DataLoader(data, batch_size=16), DataLoader(data[:16], batch_size=16))
+    assert bool(compiled) == bool(counters["stats"]["unique_graphs"]) and not counters["graph_break"]
     torch._dynamo.reset()
     return module
 
@@ -85,3 +100,28 @@ def test_a_compiled_run_has_the_bits_of_eager(compiled: str) -> None:
     traced = fit(compiled, recompute=True, accumulate=2, average=True)
     assert traced.losses == eager.losses and traced.validation == eager.validation
     assert same_state(traced, eager) and len(set(eager.losses)) == 2 * STEPS
+
+
+class Sharded(Module):
+    """Shards its layers by FSDP2."""
+
+    def configure_model(self) -> None:
+        self.trainer.precision_plugin.convert_module(self)
+        for part in (*self.net.blocks, self.net):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+def sharded(rank: int, size: int) -> dict[str, tuple[list[float], list[Tensor]]]:
+    found = {}
+    for compiled in ("", "blocks"):
+        strategy = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
+        module = fit(compiled, recompute=True, accumulate=2, module=Sharded(True), strategy=strategy, devices=size)
+        assert all(isinstance(p, DTensor) for p in module.parameters())
+        found[compiled] = module.losses, [p.full_tensor().detach() for p in module.parameters()]
+    return found
+
+
+def test_under_fsdp2_too() -> None:
+    for found in run_ranks(sharded, 2, 2, group=None):
+        (losses, weights), (again, others) = found[""], found["blocks"]
+        assert losses == again and all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
