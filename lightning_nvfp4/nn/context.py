@@ -60,7 +60,7 @@ class NumericsContext:
         weights: packed weights of the current optimizer step, under a generation counter.
         num_layers: one more than the largest `LayerNumerics.index`.
         seeds: int64 (layers, operands) of the current micro-batch on the device, or ``None``: a graph that is traced
-            once reads them there, and a launch need not fill in one.
+            once reads them there, and a launch on CUDA need not fill in one.
         te_layers: Transformer Engine's modules of the layers that run in it.
         weight_cache: while not ``None``, quantized forward weights by (layer, operand); see `cached_weights`.
         observer: while not ``None``, is shown the operands of every layer; see `nn.observer.Observer`.
@@ -149,8 +149,9 @@ class LayerNumerics:
         """
         stream = _stream(operand)
         shift = 0 if operand.endswith("weight") else self.part * _STEP & _MASK
-        if self.context.seeds is not None:
-            seed = self.context.seeds[self.index, stream]
+        seeds = self.context.seeds
+        if seeds is not None and (seeds.is_cuda or torch.compiler.is_compiling()):
+            seed = seeds[self.index, stream]
             return seed + (shift - (shift >> 63 << 64)) if shift else seed
         return derive_seed(self.context.step_seed, self.index, stream) + shift & _MASK
 

@@ -131,24 +131,15 @@ class BlockScaledMixin:
 
     def _seed(self, rank: int) -> None:
         run_seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        for number, (module, report) in enumerate(self._conversions):
-            device = _seeds_device(module())
+        for number, (reference, report) in enumerate(self._conversions):
+            module = reference()
+            parameter = None if module is None else next(module.parameters(), None)
+            device = None if parameter is None else parameter.device
             report.context.begin(run_seed, rank, self._step, self._micro_batch, number, device)
 
     def _next_step(self) -> None:
         self._step += 1
         self._micro_batch = 0
-
-
-def _seeds_device(module: nn.Module | None) -> torch.device | None:
-    """Return where the seeds of a module are read: on CUDA, and in a traced graph, from a tensor."""
-    if module is None:
-        return None
-    parameter = next(module.parameters(), None)
-    if parameter is None or parameter.device.type == "cuda":
-        return None if parameter is None else parameter.device
-    traced = any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in module.modules())
-    return parameter.device if traced else None
 
 
 class TrainerPart(BlockScaledMixin):

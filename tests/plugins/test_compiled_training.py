@@ -125,3 +125,48 @@ def test_under_fsdp2_too() -> None:
     for found in run_ranks(sharded, 2, 2, group=None):
         (losses, weights), (again, others) = found[""], found["blocks"]
         assert losses == again and all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+
+
+class Bare(Module):
+    """Its whole step can be traced: nothing in it reads a number."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+
+def by_trainer(compiled: bool) -> nn.Module:
+    module = Bare(recompute=False)
+    data = torch.randn(16 * 2 * STEPS, 32, generator=torch.Generator().manual_seed(1))
+    plugin = BlockScaledPrecision("nvfp4-hybrid", overrides=EVERYTHING)
+    trainer = quiet_trainer(STEPS, plugins=[plugin], accumulate_grad_batches=2, limit_val_batches=0)
+    target: Any = torch.compile(module, backend="aot_eager") if compiled else module
+    trainer.fit(target, DataLoader(data, batch_size=16))
+    return module.net
+
+
+def by_fabric(compiled: bool) -> nn.Module:
+    net = Module(recompute=False).net
+    plugin = BlockScaledPrecision("nvfp4-hybrid", overrides=EVERYTHING)
+    fabric = lightning.Fabric(plugins=[plugin], accelerator="cpu", devices=1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    target: Any = torch.compile(net, backend="aot_eager") if compiled else net
+    model, optimizer = fabric.setup(target, optimizer)
+    random = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            fabric.backward(model(torch.randn(16, 32, generator=random)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+
+@pytest.mark.parametrize("train", [by_trainer, by_fabric])
+def test_a_wrapper_around_all_is_traced_once_for_all_micro_batches(train: Any) -> None:
+    """`torch.compile` of what is given to Trainer or Fabric, which take the wrapper off and put it on again."""
+    eager = train(compiled=False)
+    torch._dynamo.reset()
+    counters.clear()
+    traced = train(compiled=True)
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+    assert same_state(eager, traced)
