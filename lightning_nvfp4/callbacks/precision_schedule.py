@@ -29,7 +29,7 @@ class PrecisionSchedule(Callback):
 
     def __init__(self, forward_at: float | None = 0.82, backward_at: float | None = None) -> None:
         for name, value in (("forward_at", forward_at), ("backward_at", backward_at)):
-            if value is not None and (value < 0 or (value > 1 and value != int(value))):
+            if value is not None and not (0 <= value <= 1 or (1 < value < math.inf and value == int(value))):
                 raise UserError(f"PrecisionSchedule.{name} = {value!r} must be a share in [0, 1) or a whole step >= 1.")
         self.forward_at, self.backward_at = forward_at, backward_at
         self._num_steps = 0.0

@@ -15,7 +15,8 @@ class SaveOnSigterm(Callback):
 
     Lightning finishes the step, then leaves with exit status 0. The checkpoint lies where the run's `ModelCheckpoint`
     with `save_last` has its own, else in `default_root_dir`; `--ckpt_path last` continues the run, bit for bit. Another
-    run's checkpoint stays: as with a `ModelCheckpoint`, the new one is called `last-v1.ckpt` then.
+    run's checkpoint stays: as with a `ModelCheckpoint`, the new one is called `last-v1.ckpt` then. `--ckpt_path last`
+    takes the newest.
     """
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -28,16 +29,16 @@ class SaveOnSigterm(Callback):
 
 
 def _last_checkpoint(trainer: Trainer) -> Path:
-    folder, counts = Path(trainer.default_root_dir), True
+    folder = Path(trainer.default_root_dir)
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.save_last and callback.dirpath is not None:
             if callback.last_model_path:
                 return Path(callback.last_model_path)
-            folder, counts = Path(callback.dirpath), callback._enable_version_counter
+            folder = Path(callback.dirpath)
             break
     path, version = folder / f"last{ModelCheckpoint.FILE_EXTENSION}", 0
     resumed = Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
-    while counts and path.exists() and path.resolve() != resumed:
+    while path.exists() and path.resolve() != resumed:
         version += 1
         path = folder / f"last-v{version}{ModelCheckpoint.FILE_EXTENSION}"
-    return path
+    return trainer.strategy.broadcast(path)  # the first rank may have written before another looks

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -26,6 +26,7 @@ from lightning_nvfp4.callbacks import NonfiniteGuard, SaveOnSigterm
 from lightning_nvfp4.commands.config_errors import explain
 from lightning_nvfp4.commands.metrics_log import RunCSVLogger
 from lightning_nvfp4.commands.paths import find_config
+from lightning_nvfp4.commands.progress_bar import StepProgressBar
 from lightning_nvfp4.commands.run_folder import RunFolder
 from lightning_nvfp4.commands.yaml_files import read_mapping
 from lightning_nvfp4.errors import UserError
@@ -51,13 +52,6 @@ _QUIET = (
     r"You're resuming from a checkpoint that ended before the epoch ended.*",
     r"LightningCLI's args parameter is intended to run from within Python.*",
 )
-
-
-class StepProgressBar(RichProgressBar):
-    """Counts steps; runs here are measured in steps, and an epoch is one pass of a loader that has no end."""
-
-    def _get_train_description(self, current_epoch: int) -> str:
-        return "step"
 
 
 class SaveConfigAtStart(SaveConfigCallback):
@@ -207,7 +201,8 @@ def _mistake(error: Exception, arguments: list[str]) -> UserError | None:
         )
     # What these raise themselves is about their arguments; an error in a model or a reward comes from deeper down.
     theirs = isinstance(error, ValueError | TypeError) and (_LIGHTNING in innermost or _PARSER in innermost)
-    if theirs or isinstance(error, MisconfigurationException | OmegaConfBaseException):
+    stopping = isinstance(error, RuntimeError) and text.startswith("Early stopping conditioned on metric")
+    if theirs or stopping or isinstance(error, MisconfigurationException | OmegaConfBaseException):
         return UserError(f"{text} Mend that field of the configuration.")
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -129,7 +130,7 @@ def load_suite(path: str | Path) -> Suite:
             raise UserError(f"{where}: a stock task cannot run code here: give a definition with judge: code.")
         if spec.samples > 1 and not spec.temperature:
             raise UserError(f"{where}: {spec.samples} samples without a temperature are the same answer: set one.")
-        if spec.temperature is not None and not (_is_number(spec.temperature) and spec.temperature > 0):
+        if spec.temperature is not None and not (_is_number(spec.temperature) and 0 < spec.temperature < math.inf):
             raise UserError(f"{where}: temperature is {spec.temperature!r}: need a number above 0, or null.")
         if spec.stock is not None and (spec.samples > 1 or spec.temperature is not None):
             raise UserError(f"{where}: samples and temperature are for definitions: a stock task has its own decoding.")
@@ -155,7 +156,7 @@ def load_definition(path: Path) -> Definition:
         raise UserError(f"{path}: limits is {definition.limits!r}: need a mapping such as {{seconds: 10}}.")
     _check(definition.limits, CodeLimits, f"{path}: limits")
     slow = definition.limits.get("slow", {})
-    if not all(_is_number(value) and value > 0 for value in slow.values()):
+    if not all(_is_number(value) and 0 < value < math.inf for value in slow.values()):
         raise UserError(f"{path}: limits.slow is {slow!r}: need task_id: seconds.")
     return definition
 

@@ -48,19 +48,16 @@ class HFExport(Callback):
         self.folder = folder
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse the best weights by a metric of a validation that will not be.
+        """Refuse the best weights where nothing says which they are.
 
         Raises:
-            UserError: nothing is validated.
+            UserError: no checkpoint is monitored.
         """
-        found = [call for call in trainer.checkpoint_callbacks if isinstance(call, ModelCheckpoint) and call.monitor]
-        monitors = [str(call.monitor) for call in found]
-        if self.weights == "best" and monitors and all(name.startswith("val") for name in monitors):
-            if not trainer.enable_validation or not sum(trainer.num_val_batches):
-                raise UserError(
-                    f"HFExport.weights is best by {monitors[0]}, and this run validates nothing. Give validation data "
-                    "(data.val_path) and trainer.limit_val_batches, or set weights to last."
-                )
+        if self.weights == "best" and not trainer.fast_dev_run and not _monitored(trainer):  # type: ignore[truthy-bool]
+            raise UserError(
+                "HFExport.weights is best, and no checkpoint is monitored: add a ModelCheckpoint with monitor: "
+                "val/loss and save_top_k: 1, or set weights to last."
+            )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Export; every rank takes part in gathering shards, rank 0 writes."""
@@ -84,20 +81,19 @@ class HFExport(Callback):
         trainer.strategy.barrier("HFExport")
 
 
+def _monitored(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [call for call in trainer.checkpoint_callbacks if isinstance(call, ModelCheckpoint) and call.monitor]
+
+
 def _load_best(trainer: Trainer, pl_module: LightningModule) -> None:
     """Give the module the weights of the best checkpoint."""
-    found = [call for call in trainer.checkpoint_callbacks if isinstance(call, ModelCheckpoint) and call.monitor]
+    found = _monitored(trainer)
     path = next((call.best_model_path for call in found if call.best_model_path), None)
-    if path is None and found:
+    if path is None:
         raise UserError(
             f"HFExport.weights is best, and {found[0].monitor} was never measured, so no checkpoint is the best. "
             "Nothing was exported; checkpoints are kept. Give validation data (data.val_path), validate before the run "
             "ends (trainer.val_check_interval), or set weights to last."
-        )
-    if path is None:
-        raise UserError(
-            "HFExport.weights is best, and no checkpoint was monitored: add a ModelCheckpoint with monitor: val/loss "
-            "and save_top_k: 1, or set weights to last."
         )
     checkpoint = trainer.strategy.load_checkpoint(path)
     trainer.strategy.load_model_state_dict(checkpoint)

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import ModelOutput
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.hf_model import build_config, build_model, load_model, router_options, text_config
 from lightning_nvfp4.lm.lora import LoraSettings, inject, settings_dict
+from lightning_nvfp4.lm.monitors import check_monitors
 from lightning_nvfp4.lm.optim import (
     OptimizerConfig,
     ScheduleConfig,
@@ -28,6 +29,7 @@ from lightning_nvfp4.lm.optim import (
     build_adamw,
     schedule_ratio,
 )
+from lightning_nvfp4.strategies.averaging import refuse_averaging
 from lightning_nvfp4.strategies.gradients import total_grad_norm
 
 IGNORED_LABEL = -100
@@ -128,6 +130,8 @@ class CausalLM(LightningModule):
         if self._fabric is not None or self._trainer is None or self.device_mesh is None:
             return
         strategy: Any = self.trainer.strategy
+        if strategy.world_size > 1:
+            refuse_averaging(self.trainer)
         self.trainer.precision_plugin.convert_module(self)  # FSDP2 swaps classes: conversion has to come first
         if hasattr(strategy, "shard_model"):
             self.model = strategy.shard_model(self.network)
@@ -191,6 +195,10 @@ class CausalLM(LightningModule):
     def on_fit_start(self) -> None:
         """Check what can only be checked when model and data are both there."""
         self.check_vocabulary()
+
+    def on_train_start(self) -> None:
+        """Check that what callbacks monitor will be measured."""
+        check_monitors(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Stop when the checkpoint of another run leaves nothing to train: its weights would be exported as trained."""

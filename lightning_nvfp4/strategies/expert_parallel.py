@@ -33,6 +33,7 @@ from lightning_nvfp4.comm.link import LEGS, reported
 from lightning_nvfp4.errors import UserError, unknown
 from lightning_nvfp4.selection import is_experts
 from lightning_nvfp4.strategies import sharded_checkpoint
+from lightning_nvfp4.strategies.averaging import refuse_averaging
 from lightning_nvfp4.strategies.gradients import clip_grad_norm
 
 _Base = ModelParallelStrategy if TYPE_CHECKING else object
@@ -104,6 +105,8 @@ class ExpertParallelMixin(_Base):
     def setup(self, trainer: Any) -> None:
         """Shard what `configure_model` has built, then prepare the optimizers."""
         assert self.model is not None and self.accelerator is not None
+        if self.world_size > 1:
+            refuse_averaging(trainer)
         self.accelerator.setup(trainer)
         # FSDP2 changes the classes of modules: conversion comes first.
         self.model = self.precision_plugin.convert_module(self.model)

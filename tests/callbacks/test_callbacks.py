@@ -1,10 +1,14 @@
-"""`PrecisionSchedule` and `NonfiniteGuard`."""
+"""`PrecisionSchedule`, `NonfiniteGuard`, and where `SaveOnSigterm` leaves its checkpoint."""
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tiny_models import UserModule, loader, quiet_trainer, same_state, tiny_model
 
 from lightning_nvfp4 import NonfiniteGuard, PrecisionSchedule
+from lightning_nvfp4.callbacks import SaveOnSigterm
 from lightning_nvfp4.callbacks.nonfinite_guard import nonfinite_gradients
 from lightning_nvfp4.errors import UserError
 
@@ -36,7 +40,7 @@ def test_the_forward_switch_acts_at_its_step_and_survives_resume(tmp_path, at):
     assert same_state(whole, resumed)
 
 
-@pytest.mark.parametrize("value", [-0.1, 1.5])
+@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), float("inf")])
 def test_schedule_refuses_values_out_of_range(value):
     with pytest.raises(UserError, match=str(value)):
         PrecisionSchedule(forward_at=value)
@@ -154,3 +158,30 @@ def test_tiny_gradients_train_on(preset):
     module = Tiny(tiny_model())
     quiet_trainer(2, precision=preset, callbacks=[NonfiniteGuard()]).fit(module, loader())
     assert all(p.isfinite().all() for p in module.parameters())
+
+
+class Terminated(Callback):
+    """As Lightning does after the step during which SIGTERM came."""
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        raise SIGTERMException
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*:UserWarning")
+@pytest.mark.parametrize("counts", [True, False, None])
+def test_sigterm_overwrites_no_checkpoint_but_the_one_it_continues(tmp_path, counts):
+    """Neither with a `ModelCheckpoint` that does not count versions, nor without one (None)."""
+
+    def terminated(ckpt=None):
+        keep = [] if counts is None else [ModelCheckpoint(tmp_path, save_last=True, enable_version_counter=counts)]
+        callbacks = [*keep, SaveOnSigterm(), Terminated()]
+        trainer = quiet_trainer(9, callbacks=callbacks, enable_checkpointing=bool(keep), default_root_dir=tmp_path)
+        with pytest.raises(SystemExit):
+            trainer.fit(UserModule(tiny_model()), loader(), ckpt_path=ckpt, weights_only=True if ckpt else None)
+        return {path.name: torch.load(path, weights_only=True)["global_step"] for path in tmp_path.glob("*.ckpt")}
+
+    assert terminated() == {"last.ckpt": 1}
+    assert terminated(tmp_path / "last.ckpt") == {"last.ckpt": 2}
+    assert terminated() == {"last.ckpt": 2, "last-v1.ckpt": 1}
+    assert terminated() == {"last.ckpt": 2, "last-v1.ckpt": 1, "last-v2.ckpt": 1}
+    assert terminated(tmp_path / "last-v1.ckpt") == {"last.ckpt": 2, "last-v1.ckpt": 2, "last-v2.ckpt": 1}

@@ -126,6 +126,7 @@ def test_the_plain_form_and_another_seed(checkpoint: Path, tmp_path: Path) -> No
         ("tasks: {a: {definition: 5}}", "tasks.a: definition is 5: need text or null"),
         ("tasks: {a: {stock: b, limit: -1}}", "tasks.a: limit is -1: need at least 1"),
         ("tasks: {a: {stock: b, count: many}}", "tasks.a: count is 'many'"),
+        ("tasks: {a: {definition: b, samples: 5, temperature: .inf}}", "tasks.a: temperature is inf"),
         ("tasks: {a: {definition: b, samples: 5}}", "tasks.a: 5 samples without a temperature"),
         ("tasks: {a: {definition: b, temperature: warm}}", "tasks.a: temperature is 'warm': need a number above 0"),
         ("tasks: {a: {stock: b, temperature: 1}}", "tasks.a: samples and temperature are for definitions"),

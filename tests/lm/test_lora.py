@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import AutoModelForCausalLM
 
+from lightning_nvfp4.commands.fit import _mistake
 from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.lm.export import HFExport
 from lightning_nvfp4.lm.model import CausalLM
@@ -90,8 +92,12 @@ def test_a_checkpoint_brings_the_adapters_back(dense_fields, lm_data, make_train
 def test_layers_that_are_not_there_are_refused(dense_fields) -> None:
     with pytest.raises(UserError, match=r"lora.targets is \['q_projj'\].*Name linear layers"):
         adapted(dense_fields, targets=["q_projj"])
-    with pytest.raises(UserError, match="lora: rank 0 must be at least 1"):
-        adapted(dense_fields, rank=0)
+    for rank in (0, -1):
+        with pytest.raises(UserError, match=f"lora: rank {rank} must be at least 1"):
+            adapted(dense_fields, rank=rank)
+    for dropout in (-0.1, 1.0, float("nan")):
+        with pytest.raises(UserError, match=rf"dropout {dropout} in \[0, 1\)"):
+            adapted(dense_fields, dropout=dropout)
     for alpha in (float("nan"), float("inf"), 0.0):
         with pytest.raises(UserError, match=f"alpha {alpha} a number above 0"):
             adapted(dense_fields, alpha=alpha)
@@ -118,14 +124,60 @@ def test_training_stops_when_validation_does_not_improve_and_exports_the_best(
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     assert kept["global_step"] == 2
     assert all(torch.equal(exported[name.removeprefix("model.")], v) for name, v in kept["state_dict"].items())
-    with pytest.raises(UserError, match="HFExport.weights is best, and no checkpoint was monitored"):
-        make_trainer(1, callbacks=[HFExport(weights="best")]).fit(CausalLM(moe_fields), lm_data())
-    for options, message in (
-        ({"limit_val_batches": 0}, "best by val/loss, and this run validates nothing.*data.val_path"),
-        ({"limit_val_batches": 1, "val_check_interval": 5}, "val/loss was never measured.*data.val_path"),
-    ):
-        unseen = ModelCheckpoint(tmp_path / "u", monitor="val/loss", save_top_k=1, save_on_train_epoch_end=False)
-        trainer = make_trainer(1, enable_checkpointing=True, callbacks=[unseen, HFExport(weights="best")], **options)
-        with pytest.raises(UserError, match=message):
-            trainer.fit(CausalLM(moe_fields), lm_data())
-        assert trainer.global_step == ("was never" in message)
+
+
+@pytest.mark.parametrize(
+    ("callback", "options", "message"),
+    [
+        (None, {}, "HFExport.weights is best, and no checkpoint is monitored.*monitor: val/loss"),
+        (ModelCheckpoint, {"limit_val_batches": 0}, "ModelCheckpoint.monitor is val/loss, and .* validates nothing"),
+        (
+            EarlyStopping,
+            {"limit_val_batches": 0},
+            "EarlyStopping.monitor is val/loss, and .*validates nothing.*val_path",
+        ),
+        (EarlyStopping, {"val_check_interval": 9}, "first validation would come after 9 batches.*max_steps = 2"),
+        (EarlyStopping, {"check_val_every_n_epoch": 2, "val_check_interval": 9}, "would come after 9 batches"),
+    ],
+)
+def test_what_would_wait_in_vain_for_a_validation_is_refused_before_the_first_step(
+    moe_fields, lm_data, make_trainer, tmp_path: Path, callback: Any, options: dict[str, Any], message: str
+) -> None:
+    callbacks = [callback(monitor="val/loss")] if callback else [HFExport(weights="best")]
+    trainer = make_trainer(2, enable_checkpointing=True, callbacks=callbacks, **({"limit_val_batches": 1} | options))
+    with pytest.raises(UserError, match=message):
+        trainer.fit(CausalLM(moe_fields), lm_data())
+    assert trainer.global_step == 0
+
+
+def test_waiting_for_a_validation_that_comes_is_allowed(moe_fields, lm_data, make_trainer) -> None:
+    """At the last step, or in an epoch whose data are not loaded yet."""
+    stop = EarlyStopping("val/loss", patience=9)
+    make_trainer(2, callbacks=[stop], limit_val_batches=1, val_check_interval=2).fit(CausalLM(moe_fields), lm_data())
+    assert stop.best_score < 9
+    stop = EarlyStopping("val/loss", patience=9)
+    epochs = {"max_epochs": 2, "limit_train_batches": 1, "check_val_every_n_epoch": 2}
+    make_trainer(-1, callbacks=[stop], limit_val_batches=1, **epochs).fit(CausalLM(moe_fields), lm_data())
+    assert stop.best_score < 9
+
+
+@pytest.mark.parametrize("callback", [ModelCheckpoint, EarlyStopping])
+def test_a_monitor_that_no_validation_gives_ends_the_run_with_those_that_it_does(
+    moe_fields, lm_data, make_trainer, callback: Any
+) -> None:
+    trainer = make_trainer(4, enable_checkpointing=True, callbacks=[callback(monitor="val/los")], limit_val_batches=1)
+    trainer.val_check_interval = 2
+    with pytest.raises((RuntimeError, MisconfigurationException)) as raised:
+        trainer.fit(CausalLM(moe_fields), lm_data())
+    assert trainer.global_step == 2
+    explained = _mistake(raised.value, [])
+    assert explained and "val/los" in str(explained) and "val/perplexity" in str(explained)
+
+
+def test_a_best_that_was_never_measured_is_not_exported(moe_fields, lm_data, make_trainer, tmp_path: Path) -> None:
+    unseen = ModelCheckpoint(tmp_path / "u", monitor="val/loss", save_top_k=1, save_on_train_epoch_end=False)
+    late = {"max_epochs": 1, "limit_train_batches": 1, "val_check_interval": 5, "check_val_every_n_epoch": None}
+    callbacks = [unseen, HFExport(weights="best")]
+    trainer = make_trainer(-1, enable_checkpointing=True, callbacks=callbacks, limit_val_batches=1, **late)
+    with pytest.raises(UserError, match="val/loss was never measured.*data.val_path"):
+        trainer.fit(CausalLM(moe_fields), lm_data())

@@ -128,6 +128,9 @@ def sharded_and_not(rank: int, size: int) -> dict[tuple[str, bool, int], list[di
         mesh = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
         module, found["fsdp2", recompute, accumulate], _ = fit(rank, size, mesh, recompute, accumulate)
         assert any(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in module.parameters())
+        _, found["ddp, averaged", recompute, accumulate], _ = fit(
+            rank, size, DDPStrategy(), recompute, accumulate, True
+        )
     return {key: weights.steps for key, weights in found.items()}
 
 

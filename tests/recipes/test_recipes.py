@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from lightning_nvfp4 import NumericsMonitor
 from lightning_nvfp4.commands import fit
 from lightning_nvfp4.commands.paths import find_config
 from lightning_nvfp4.commands.pipeline_spec import load_arm, load_pipeline
@@ -69,6 +71,15 @@ def test_a_stage_parses_alone(stage: str, monkeypatch: pytest.MonkeyPatch) -> No
     config = _parse(monkeypatch, "--config", f"recipes/{stage}.yaml")
     assert config.trainer.precision == "nvfp4-hybrid"
     assert config.trainer.default_root_dir == f"runs/{stage}"
+
+
+def test_the_overlay_in_the_readme_adds_the_monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", (_RECIPES.parent / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "monitor.yaml").write_text(block)
+    words = ("--config", "recipes/pretrain.yaml", "--config", str(tmp_path / "monitor.yaml"))
+    saved, monitor = _parse(monkeypatch, *words).trainer.callbacks
+    assert saved.class_path.endswith("ModelCheckpoint")
+    assert NumericsMonitor(**monitor.init_args).every_n_steps == 100 and monitor.class_path.endswith("NumericsMonitor")
 
 
 # One stage per overlay keeps this quick; precision overlays set the same field whatever lies below.

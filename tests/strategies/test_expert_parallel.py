@@ -1,5 +1,6 @@
 """`strategy="expert-parallel"` in the Trainer: the same training on 1, 2 and 4 processes, and across checkpoints."""
 
+import itertools
 import os
 import signal
 from datetime import timedelta
@@ -9,14 +10,18 @@ import lightning
 import pytest
 import pytorch_lightning
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import run_ranks
 from tiny_models import ARCHITECTURES, UserModule, quiet_trainer, tiny_model, tokens
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_nvfp4 import ExpertParallelStrategy
 from lightning_nvfp4.comm import CODECS
 from lightning_nvfp4.errors import UserError
+from lightning_nvfp4.lm.model import CausalLM
 from lightning_nvfp4.lm.optim import OptimizerConfig, build_adamw
 from lightning_nvfp4.strategies import sharded_checkpoint
 
@@ -96,6 +101,59 @@ def train_in_parts(rank, size, degree):
     strategy = ExpertParallelStrategy(codec="none", overlap_degree=degree)
     fit(rank, size, strategy, module=module, accumulate_grad_batches=2)
     return module.losses, module.norms
+
+
+def recomputed(rank, size):
+    """Weights and losses of a preset, with s2f6 on the wire: (recompute, accumulate) -> them."""
+    found = {}
+    for recompute, accumulate in itertools.product([False, True], [1, 2]):
+        module = Module()
+        if recompute:
+            module.model.activation_checkpointing_enable()
+        module.model.train()
+        fit(
+            rank,
+            size,
+            ExpertParallelStrategy(),
+            2,
+            module=module,
+            precision="nvfp4-hybrid",
+            accumulate_grad_batches=accumulate,
+        )
+        weights = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in module.named_parameters()}
+        found[recompute, accumulate] = module.losses, {name: p.detach().clone() for name, p in weights.items()}
+    return found
+
+
+def test_recompute_changes_no_bit_with_and_without_accumulation():
+    """It sends the tokens once more, with the same bits."""
+    for found in run_ranks(recomputed, 2, 2, group=None):
+        for accumulate in (1, 2):
+            (losses, weights), (again, others) = found[False, accumulate], found[True, accumulate]
+            assert losses == again and len(losses) == 2 * accumulate
+            assert all(torch.equal(weights[name], others[name]) for name in weights)
+        assert any(not torch.equal(found[False, 1][1][name], found[False, 2][1][name]) for name in weights)
+
+
+def averaged(rank, size, kind):
+    """The refusal, and the steps that were done."""
+    strategies = {"expert-parallel": ExpertParallelStrategy, "fsdp2": ModelParallelStrategy}
+    language_model = CausalLM(tiny_model().config.to_diff_dict())
+    said = []
+    for module in (Module(), language_model) if kind == "expert-parallel" else (language_model,):
+        try:
+            fit(rank, size, strategies[kind](), 2, module=module, callbacks=[EMAWeightAveraging()])
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`", "ignore:You're using the WeightAveraging")
+@pytest.mark.parametrize(("kind", "count"), [("expert-parallel", 2), ("fsdp2", 1)])
+def test_averaged_weights_are_refused_where_they_are_sharded(kind, count):
+    for said in run_ranks(averaged, 2, 2, kind, group=None):
+        assert len(said) == count
+        assert all("EMAWeightAveraging averages whole weights, and" in words and "'ddp'" in words for words in said)
 
 
 OTHERS = [name for name in ARCHITECTURES if name != "qwen3_moe"]

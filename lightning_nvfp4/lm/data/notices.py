@@ -17,13 +17,14 @@ class Notice:
         self.seen = 0
         self.affected = 0
 
-    def count(self, affected: bool) -> None:
-        """Count one row."""
+    def count(self, affected: bool, which: str = "") -> None:
+        """Count one row; `which` names it in the log."""
         self.seen += 1
         if affected:
             self.affected += 1
             if self.affected == 10 ** (len(str(self.affected)) - 1):
-                _warn(f"{self.affected} of the first {self.seen} {self._what}")
+                named = f"; the last is {which}" if which else ""
+                _warn(f"{self.affected} of the first {self.seen} {self._what}{named}")
 
 
 @rank_zero_only

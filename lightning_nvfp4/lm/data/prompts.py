@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from lightning_nvfp4.lm.data.sources import Shard
 from lightning_nvfp4.lm.data.stream import Position, RowStream
 
 Prompt = tuple[list[Message], dict[str, Any]]
+NamedPrompt = tuple[list[Message], dict[str, Any], str]
+"""With the name of its row for messages."""
 
 _REFERENCE_FIELDS = {"exact": ("answer",), "gsm8k": ("answer",), "code": ("entry_point", "tests")}
 _FINAL_ANSWER = "####"
@@ -113,7 +116,7 @@ class PromptData(StreamDataModule):
     def examples(self, shards: list[Shard], *, seed: int | None, shuffle_rows: int, repeat: bool) -> Examples:
         rows = RowStream(
             shards,
-            prompt_of_row,
+            lambda row, where: (*prompt_of_row(row, where), where),
             seed=seed,
             shuffle_rows=shuffle_rows,
             repeat=repeat,
@@ -129,8 +132,8 @@ class PromptData(StreamDataModule):
 
         return examples
 
-    def _encode(self, prompt: Prompt) -> tuple[list[int], dict[str, Any]] | None:
-        messages, reference = prompt
+    def _encode(self, prompt: NamedPrompt) -> tuple[list[int], dict[str, Any]] | None:
+        messages, reference, where = prompt
         if self.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
@@ -139,12 +142,12 @@ class PromptData(StreamDataModule):
             )
         except Exception as error:
             raise UserError(
-                f"the tokenizer's chat template cannot render the prompt {messages!r:.200} "
+                f"{where}: the tokenizer's chat template cannot render the prompt {messages!r:.200} "
                 f"({type(error).__name__}: {error}). Check its roles and their order."
             ) from error
         tokens = list(encoding["input_ids"])
         too_long = len(tokens) > self.max_prompt_length
-        self._dropped.count(too_long)
+        self._dropped.count(too_long, f"{where}, with {len(tokens)} tokens")
         return None if too_long else (tokens, reference)
 
     @override
@@ -211,13 +214,13 @@ def _checked_reference(reference: Any, where: str) -> dict[str, Any]:
     return {name: value for name, value in reference.items() if value is not None}
 
 
-def _difficulty(prompt: Prompt) -> float:
-    messages, reference = prompt
+def _difficulty(prompt: NamedPrompt) -> float:
+    messages, reference, where = prompt
     value = reference.get("difficulty")
     if value is None:
         return float(sum(len(message["content"]) for message in messages))
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"the difficulty {value!r:.60} of the prompt {messages!r:.200} must be a number.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(f"{where}: the difficulty {value!r:.60} must be a number.")
     return float(value)
 
 

@@ -26,6 +26,12 @@ class AbortThresholds:
     min_routing_agreement: float | None = None
     max_nonfinite_share: float | None = 0.1
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            limit = getattr(self, field.name)
+            if limit is not None and math.isnan(limit):
+                raise UserError(f"abort.{field.name} is {limit}: give a number, or null for no bound.")
+
     def check(self, metrics: Mapping[str, float], step: int) -> None:
         """Compare the metrics of one step.
 

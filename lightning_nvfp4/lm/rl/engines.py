@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
@@ -43,6 +44,8 @@ class RolloutConfig:
             raise unknown("rollout.engine", self.engine, get_args(EngineName))
         if self.batch_size is not None and self.batch_size < 1:
             raise UserError(f"rollout.batch_size is {self.batch_size}: it must be at least 1, or null for all at once.")
+        if not 0 < self.timeout < math.inf:
+            raise UserError(f"rollout.timeout is {self.timeout}: it must be a number of seconds above 0.")
         if self.engine == "vllm" and not (self.url and self.weights_folder):
             raise UserError(
                 "rollout.engine is vllm: set rollout.url to the address of the server, and rollout.weights_folder to a "

@@ -162,7 +162,11 @@ class SamplingLM(CausalLM):
         """The values of every reward; runs in a worker."""
         if self.reward is None:
             return score_components(texts, references, list(self.reward_weights), self.reward_options)
-        return {"reward": checked(f"reward, {self.reward!r},", self.reward(texts, references), len(texts))}
+        return {"reward": checked(self._reward_name, self.reward(texts, references), len(texts))}
+
+    @property
+    def _reward_name(self) -> str:
+        return f"reward, {self.reward!r}," if self.reward else f"rewards ({', '.join(self.reward_weights)})"
 
     def _total(self, components: dict[str, Tensor]) -> Tensor:
         """The weighted sum of the rewards, (B,) FP32."""

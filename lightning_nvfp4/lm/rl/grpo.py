@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from lightning_nvfp4.lm.rl.objective import (
 )
 from lightning_nvfp4.lm.rl.reward_workers import RewardWorkers
 from lightning_nvfp4.lm.rl.rewards import BY_REFERENCE, RewardOptions, check_names
-from lightning_nvfp4.lm.rl.rollout import Rollout, rollout_generator
+from lightning_nvfp4.lm.rl.rollout import Rollout, check_length, rollout_generator
 from lightning_nvfp4.lm.rl.rollout_log import RolloutLog
 from lightning_nvfp4.lm.rl.routing import recorded_routing, routing_agreement
 
@@ -88,7 +89,7 @@ class GRPO(SamplingLM):
         reward_options: limits of the named rewards.
         reward_workers: threads that compute the rewards of one batch of completions (see `rollout.batch_size`) while
             the next is generated; 0 computes them in between.
-        reward_timeout: wall seconds that a batch of rewards in such a thread may take; the run ends after that.
+        reward_timeout: wall seconds that the rewards of a batch may take; a run whose reward hangs ends after that.
         resample_limit: how often groups whose rewards are all equal are drawn again, for lack of anything to learn.
         rollout: how completions are sampled.
         log_prompts: prompts a step whose first completions go to `<default_root_dir>/rollouts.jsonl` (at most 16 MiB).
@@ -127,8 +128,8 @@ class GRPO(SamplingLM):
         super().__init__(model, pretrained, optimizer, schedule, seed, aux_loss_coef)
         self.group_size = _at_least("group_size", group_size, 2)
         self.max_new_tokens = int(_at_least("max_new_tokens", max_new_tokens, 1))
-        if not temperature > 0:
-            raise UserError(f"temperature is {temperature}: it must be positive, for samples to differ.")
+        if not 0 < temperature < math.inf:
+            raise UserError(f"temperature is {temperature}: it must be a positive number, for samples to differ.")
         self.temperature = temperature
         self.clip_low = _at_least("clip_low", clip_low, 0)
         self.clip_high = _at_least("clip_high", clip_high, 0)
@@ -144,7 +145,9 @@ class GRPO(SamplingLM):
                 "gradient_clip_val is for updates_per_rollout or minibatches above 1; with one update set "
                 "trainer.gradient_clip_val."
             )
-        self.gradient_clip_val = gradient_clip_val
+        self.gradient_clip_val = (
+            None if gradient_clip_val is None else _at_least("gradient_clip_val", gradient_clip_val, 0)
+        )
         self.abort = as_config(AbortThresholds, abort, "abort")
         self.reward = reward
         if reward is not None and rewards is not None:
@@ -152,16 +155,17 @@ class GRPO(SamplingLM):
         self.reward_weights = {"reward": 1.0} if reward else dict(rewards or {BY_REFERENCE: 1.0})
         if reward is None:
             check_names(self.reward_weights)
+        for name, weight in self.reward_weights.items():
+            if not math.isfinite(weight):
+                raise UserError(f"rewards.{name} is {weight}: a weight must be a number.")
         self.rewards = rewards
         self.reward_options = as_config(RewardOptions, reward_options, "reward_options")
         self.reward_workers = int(_at_least("reward_workers", reward_workers, 0))
         self.resample_limit = int(_at_least("resample_limit", resample_limit, 0))
         self.rollout = as_config(RolloutConfig, rollout, "rollout")
         self._engine = make_engine(self.rollout)
-        if not reward_timeout > 0:
-            raise UserError(f"reward_timeout is {reward_timeout}: it must be a number of seconds above 0.")
         self.reward_timeout = reward_timeout
-        self._workers = RewardWorkers(self._components, self.reward_workers, reward_timeout)
+        self._workers = RewardWorkers(self._components, self.reward_workers, reward_timeout, self._reward_name)
         self._seconds: dict[str, float] = {}
         self.log_prompts = int(_at_least("log_prompts", log_prompts, 0))
         self._reference: list[PreTrainedModel] = []  # in a list: no submodule, so no part of checkpoints or optimizers
@@ -198,11 +202,15 @@ class GRPO(SamplingLM):
         super().on_fit_start()
         if self._tokenizer is None:
             raise UserError("GRPO decodes with the datamodule's tokenizer: fit with a datamodule that has one.")
+        longest = getattr(self.trainer.datamodule, "max_prompt_length", None)  # type: ignore[attr-defined]
+        if longest is not None:
+            check_length(self.network, longest, self.max_new_tokens)
         for reference in self._reference:
             torch.nn.Module.to(reference, self.device)
 
     def on_train_start(self) -> None:
         """Open the log of completions where this run starts or resumes."""
+        super().on_train_start()
         if self.log_prompts and self.trainer.is_global_zero:
             self._rollout_log = RolloutLog(Path(self.trainer.default_root_dir) / "rollouts.jsonl")
             self._rollout_log.rewind(self.trainer.global_step)
@@ -374,6 +382,6 @@ def _completion_logits(logits: Tensor, rollout: Rollout) -> Tensor:
 
 
 def _at_least(name: str, value: float, low: float) -> Any:
-    if not value >= low:
-        raise UserError(f"{name} is {value}: it must be at least {low}.")
+    if not low <= value < math.inf:
+        raise UserError(f"{name} is {value}: it must be a number of at least {low}.")
     return value

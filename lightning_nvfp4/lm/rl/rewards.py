@@ -35,6 +35,11 @@ class RewardOptions:
     format: str = r"(?s)(?!.*####.*####).*\S.*\n#### \S[^\n]*\s*"
 
     def __post_init__(self) -> None:
+        if not 0 < self.timeout < math.inf or self.workers < 1:
+            raise UserError(
+                f"reward_options: timeout {self.timeout} must be a number of seconds above 0, workers {self.workers} "
+                "at least 1."
+            )
         try:
             re.compile(self.format)
         except re.error as error:

@@ -273,10 +273,15 @@ def check_prompts(model: PreTrainedModel, input_ids: Tensor, attention_mask: Ten
     """Raise a `UserError` for prompts padded on the right, or too long for the model's positions."""
     if not bool(attention_mask[:, -1].all()):
         raise UserError("A prompt ends in padding: pad prompts on the left, so that completions follow them directly.")
-    prompt_length = input_ids.shape[1]
+    check_length(model, input_ids.shape[1], max_new_tokens)
+
+
+def check_length(model: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:
+    """Raise a `UserError` where a prompt and its completion may exceed the model's positions."""
     limit = getattr(text_config(model), "max_position_embeddings", None)
     if limit is not None and prompt_length + max_new_tokens > limit:
         raise UserError(
             f"Prompts of {prompt_length} tokens and max_new_tokens = {max_new_tokens} exceed the model's "
-            f"max_position_embeddings = {limit}: lower data.max_prompt_length or model.max_new_tokens."
+            f"max_position_embeddings = {limit}: lower data.max_prompt_length, beyond which prompts are left out, or "
+            "model.max_new_tokens."
         )

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,17 @@ def test_passes_are_shuffled_anew_and_resume(tmp_path: Path, tokenizer_folder: s
     assert answers(resumed, 7) == whole[12:]
 
 
-def test_long_prompts_are_left_out_and_counted(tmp_path: Path, tokenizer_folder: str) -> None:
+def test_long_prompts_are_left_out_counted_and_named(
+    tmp_path: Path, tokenizer_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
     data = PromptData(path=prompts(tmp_path), tokenizer=tokenizer_folder, prompts_per_step=7, max_prompt_length=10)
     batch = next(iter(data.train_dataloader()))
     assert sorted(int(reference["answer"]) for reference in batch["references"]) == list(range(7))
     assert data._dropped.affected == data._dropped.seen - 7
+    told = (
+        r"1 of the first \d+ prompts left out, longer than .*=10 tokens; the last is .*p.jsonl, line \d+, with 1\d tok"
+    )
+    assert re.search(told, caplog.text)
     short = PromptData(path=prompts(tmp_path), tokenizer=tokenizer_folder, max_prompt_length=2)
     with pytest.raises(UserError, match="no prompt is left.*max_prompt_length=2"):
         next(iter(short.train_dataloader()))
@@ -149,9 +156,10 @@ def test_a_rows_own_difficulty_wins_and_must_be_a_number(tmp_path: Path, tokeniz
     options = {"tokenizer": tokenizer_folder, "prompts_per_step": 3, "curriculum": 1.0}
     loader = iter(PromptData(path=write(tmp_path, rows), **options).train_dataloader())
     assert [r["difficulty"] for r in next(loader)["references"]] == [1.5, 2, 3]
-    path = write(tmp_path, [{"question": "q", "answer": "#### 1", "difficulty": "hard"}])
-    with pytest.raises(UserError, match="difficulty 'hard' of the prompt .* must be a number"):
-        next(iter(PromptData(path=path, **options).train_dataloader()))
+    for value in ("hard", float("nan")):
+        path = write(tmp_path, [{"question": "q", "answer": "#### 1", "difficulty": value}])
+        with pytest.raises(UserError, match=f"p.jsonl, line 1: the difficulty {value!r} must be a number"):
+            next(iter(PromptData(path=path, **options).train_dataloader()))
     with pytest.raises(UserError, match="data.curriculum=2 must be from 0"):
         PromptData(path=path, curriculum=2)
 

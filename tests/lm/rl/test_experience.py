@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import threading
 import time
 from functools import partial
@@ -131,19 +133,52 @@ def test_a_batch_is_scored_while_the_next_is_generated() -> None:
     workers.close()
 
 
-def test_a_reward_that_hangs_ends_the_run(moe_fields, prompt_data, make_trainer) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reward_that_hangs_ends_the_run(moe_fields, prompt_data, make_trainer, workers: int) -> None:
     """Also the process: its thread is none that Python waits for."""
     freed = threading.Event()
 
     def hangs(completions: list[str], references: list[dict[str, Any]]) -> list[float]:
-        freed.wait()
+        with contextlib.suppress(Exception):
+            freed.wait()
         return [0.0] * len(completions)
 
-    module = policy(moe_fields, reward=hangs, reward_workers=1, reward_timeout=0.2)
-    with pytest.raises(UserError, match=r"not there after reward_timeout = 0.2 s.*Mend it"):
+    module = policy(moe_fields, reward=hangs, reward_workers=workers, reward_timeout=0.2)
+    message = r"<function .*hangs .* within reward_timeout = 0.2 s, and is at line \d+ of .*test_experience.py.*Mend it"
+    with pytest.raises(UserError, match=message):
         fit(make_trainer, module, prompt_data())
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("reward"))
     freed.set()
+
+
+def test_the_limit_of_a_reward_leaves_alarms_of_others_as_they_were() -> None:
+    def alarms(texts: list[str], references: list[Any]) -> dict[str, list[float]]:
+        """What math-verify does."""
+        before = signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.alarm(1)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        return {"reward": [1.0]}
+
+    seen: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: seen.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        assert RewardWorkers(alarms, 0, 60.0).submit(["a"], [{}]).result(0) == {"reward": [1.0]}
+        time.sleep(0.2)
+        assert seen == [signal.SIGALRM] and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_reward_that_returns_after_its_alarm_was_swallowed_is_late_all_the_same() -> None:
+    def swallows(texts: list[str], references: list[Any]) -> dict[str, list[float]]:
+        with contextlib.suppress(BaseException):
+            time.sleep(5)
+        return {"reward": [0.0]}
+
+    with pytest.raises(UserError, match=r"reward has not scored .* reward_timeout = 0.1 s"):
+        RewardWorkers(swallows, 0, 0.1).submit(["a"], [{}])
 
 
 def test_threads_change_nothing(moe_fields, prompt_data, make_trainer) -> None:

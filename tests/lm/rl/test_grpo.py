@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +197,19 @@ def test_a_checkpoint_holds_the_settings(moe_fields, prompt_data, make_trainer, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_size": 1}, "group_size is 1: it must be at least 2"),
+        ({"group_size": 1}, "group_size is 1: it must be a number of at least 2"),
         ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": math.inf}, "temperature is inf"),
         ({"tis_cap": 0.5}, "tis_cap is 0.5"),
+        ({"beta": math.inf}, "beta is inf: it must be a number of at least 0"),
+        ({"gradient_clip_val": math.nan, "minibatches": 2}, "gradient_clip_val is nan"),
+        ({"reward": None, "rewards": {"exact": math.nan}}, "rewards.exact is nan"),
+        ({"reward_options": {"timeout": math.nan}}, "timeout nan must be a number of seconds above 0"),
+        ({"reward_options": {"workers": 0}}, "workers 0 at least 1"),
+        ({"rollout": {"timeout": -1.0}}, "rollout.timeout is -1.0"),
+        ({"abort": {"max_kl": math.nan}}, "abort.max_kl is nan: give a number, or null"),
+        ({"reward_timeout": 0.0}, "reward_timeout is 0.0: it must be a number of seconds above 0"),
+        ({"reward_timeout": math.inf}, "reward_timeout is inf"),
         ({"updates_per_rollout": 0}, "updates_per_rollout is 0"),
         ({"gradient_clip_val": 1.0}, "set trainer.gradient_clip_val"),
         ({"abort": {"max_kll": 1.0}}, "abort field 'max_kll' is unknown. Did you mean 'max_kl'"),
@@ -206,6 +218,21 @@ def test_a_checkpoint_holds_the_settings(moe_fields, prompt_data, make_trainer, 
 def test_settings_that_cannot_be_are_refused(moe_fields, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         policy(moe_fields, **options)
+
+
+def test_prompts_that_may_exceed_the_positions_are_refused_before_the_first_step(
+    moe_fields, prompt_data, make_trainer
+) -> None:
+    data = prompt_data()
+    for longest, message in (
+        (60, None),
+        (61, "61 tokens and max_new_tokens = 4 exceed .*max_position_embeddings = 64"),
+    ):
+        data.max_prompt_length = longest
+        trainer = make_trainer(1)
+        with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+            trainer.fit(policy(moe_fields), data)
+        assert trainer.global_step == (message is None)
 
 
 @pytest.mark.parametrize(
