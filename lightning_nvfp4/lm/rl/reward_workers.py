@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from lightning_nvfp4.errors import UserError
 Components = dict[str, list[float]]
 """A reward's name -> its values, one a completion."""
 
+_PYTHON = os.path.dirname(threading.__file__)
 _AGAIN_SECONDS = 1.0  # a reward function may swallow what an alarm raises
 
 
@@ -105,8 +107,10 @@ class RewardWorkers:
         return components
 
     def _late(self, frame: FrameType | None) -> UserError:
-        stack = traceback.extract_stack(frame) if frame else None
-        where = f", and is at line {stack[-1].lineno} of {stack[-1].filename}" if stack else ""
+        stack = traceback.extract_stack(frame) if frame else []
+        # The line that waits, not what it calls of Python's own.
+        theirs = [f for f in stack if not f.filename.startswith(_PYTHON) or "site-packages" in f.filename]
+        where = f", and is at line {theirs[-1].lineno} of {theirs[-1].filename}" if theirs else ""
         return UserError(
             f"{self._name} has not scored a batch of completions within reward_timeout = {self._timeout} s{where}: it "
             "hangs or is too slow. Mend it, or raise model.reward_timeout."

@@ -144,7 +144,7 @@ def test_a_reward_that_hangs_ends_the_run(moe_fields, prompt_data, make_trainer,
         return [0.0] * len(completions)
 
     module = policy(moe_fields, reward=hangs, reward_workers=workers, reward_timeout=0.2)
-    message = r"<function .*hangs .* within reward_timeout = 0.2 s, and is at line \d+ of .*Mend it"
+    message = r"<function .*hangs .* within reward_timeout = 0.2 s, and is at line \d+ of .*test_experience.py.*Mend it"
     with pytest.raises(UserError, match=message):
         fit(make_trainer, module, prompt_data())
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("reward"))

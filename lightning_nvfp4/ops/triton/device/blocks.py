@@ -14,10 +14,10 @@ from lightning_nvfp4.ops.triton.device.elements import (
     larger,
     larger_pairs,
     low_half,
-    philox_words,
     round_float,
     stochastic_code,
 )
+from lightning_nvfp4.ops.triton.device.philox import philox_words
 from lightning_nvfp4.ops.triton.device.tiles import shifted_down
 
 

@@ -20,11 +20,11 @@ from lightning_nvfp4.ops.triton.device.elements import (
     high_half,
     low_half,
     paired,
-    philox_words,
     round_float,
     stochastic_code,
     with_sign,
 )
+from lightning_nvfp4.ops.triton.device.philox import philox_words
 from lightning_nvfp4.ops.triton.device.tiles import scales_of
 
 

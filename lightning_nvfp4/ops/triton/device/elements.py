@@ -1,7 +1,7 @@
 """Device functions on single elements: rounding, coding and decoding, by integer and exact floating-point steps.
 
 The steps are those of `ops.reference.elements` and `ops.reference.scales`, so that the bits are the same on every
-device; but for `fp8_word`, nothing goes through a hardware cast. Kernels that use them are launched without
+device; but for the FP8 conversions, nothing goes through a hardware cast. Kernels that use them are launched without
 contraction of multiplications and additions (``enable_fp_fusion=False``).
 
 An element type is given by constexprs: M mantissa bits, E the exponent of the smallest normal value, MAX the bits of
@@ -21,9 +21,6 @@ from lightning_nvfp4.formats.rounding import (
     FP32_MANTISSA_BITS,
     FP32_MAX,
     FP32_SIGN,
-    PHILOX_KEY_INCREMENTS,
-    PHILOX_MULTIPLIERS,
-    PHILOX_ROUNDS,
 )
 from lightning_nvfp4.ops.triton import runtime
 
@@ -38,9 +35,6 @@ RANGE = tl.constexpr(NVFP4_RANGE)
 SIXTH = tl.constexpr(1.0 / E2M1.max)
 S2F6_STEPS = tl.constexpr(2.0**S2F6.mantissa_bits)
 S2F6_STEP = tl.constexpr(2.0**-S2F6.mantissa_bits)
-M0, M1 = (tl.constexpr(multiplier) for multiplier in PHILOX_MULTIPLIERS)
-K0, K1 = (tl.constexpr(increment) for increment in PHILOX_KEY_INCREMENTS)
-ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 
 
 @triton.jit
@@ -372,69 +366,3 @@ def e8m0_scales(
     value = tl.where(bad, 0x7FC00000, tl.maximum(code << 23, 1 << 22))
     factor = tl.maximum((254 << 23) - (code << 23), 1 << 22)
     return tl.where(bad, 0xFF, code), as_float(value), as_float(factor)
-
-
-@triton.jit
-def wide_product(a, b: tl.constexpr):
-    """Return both halves, lower first, of a product of uint32, as one instruction."""
-    if not INTERPRETED:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b64 product; mul.wide.u32 product, $2, $3; mov.b64 {$0, $1}, product; }",
-            "=r,=r,r,r", (a, b), (tl.uint32, tl.uint32), True, 1,
-        )  # fmt: skip
-    product = a.to(tl.uint64) * b
-    return product.to(tl.uint32), (product >> 32).to(tl.uint32)
-
-
-@triton.jit
-def philox_words(seed, low, high):
-    """Return the four uint32 words of the draws at counters of two uint32 halves under an int64 seed.
-
-    See `ops.reference.philox`. Products are 64 bits wide, one instruction for both halves; Triton's own generator takes
-    two. What depends on `high` alone is worked out once for the draws that share it.
-    """
-    key = seed.to(tl.uint64, bitcast=True)
-    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    c0, c1 = low, high
-    c2, c3 = c0 & 0, c0 & 0
-    for _ in tl.static_range(ROUNDS):
-        low0, high0 = wide_product(c0, M0)
-        low1, high1 = wide_product(c2, M1)
-        c0, c2 = high1 ^ c1 ^ k0, high0 ^ c3 ^ k1
-        c1, c3 = low1, low0
-        k0, k1 = k0 + K0, k1 + K1
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def random_at(seed, index):
-    """Return uint32 random bits of elements by their int64 row-major index, one draw each."""
-    w0, w1, w2, w3 = philox_words(seed, (index >> 2).to(tl.uint32), (index >> 34).to(tl.uint32))
-    word = (index & 3).to(tl.int32)
-    return tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
-
-
-@triton.jit
-def butterflies(x, ROWS: tl.constexpr, NUM: tl.constexpr, N: tl.constexpr):
-    """Apply the unnormalized Hadamard transform of length N along the last dim of (ROWS, NUM, N), in a fixed order."""
-    x = _butterfly(x, ROWS * NUM, N, 1)
-    if N > 2:
-        x = _butterfly(x, ROWS * NUM, N, 2)
-    if N > 4:
-        x = _butterfly(x, ROWS * NUM, N, 4)
-    if N > 8:
-        x = _butterfly(x, ROWS * NUM, N, 8)
-    if N > 16:
-        x = _butterfly(x, ROWS * NUM, N, 16)
-    if N > 32:
-        x = _butterfly(x, ROWS * NUM, N, 32)
-    if N > 64:
-        x = _butterfly(x, ROWS * NUM, N, 64)
-    return tl.reshape(x, (ROWS, NUM, N))
-
-
-@triton.jit
-def _butterfly(x, GROUPS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr):
-    pairs = tl.permute(tl.reshape(x, (GROUPS * (N // (2 * HALF)), 2, HALF)), (0, 2, 1))
-    upper, lower = tl.split(pairs)
-    return tl.permute(tl.join(upper + lower, upper - lower), (0, 2, 1))

@@ -14,10 +14,10 @@ from lightning_nvfp4.ops.triton.device.elements import (
     as_bits,
     as_float,
     encode_tensor_scale,
-    random_at,
     reciprocal,
     sixth_of,
 )
+from lightning_nvfp4.ops.triton.device.philox import random_at
 from lightning_nvfp4.ops.triton.device.tiles import (
     block_tops,
     bytes_of,

@@ -15,20 +15,19 @@ from lightning_nvfp4.ops.triton.device.elements import (
     S2F6_STEPS,
     SIGN,
     as_bits,
-    butterflies,
     decode_float,
     e4m3_value,
     e8m0_scales,
     e8m0_value,
     larger,
     nvfp4_scales,
-    philox_words,
-    random_at,
     round_fixed,
     round_float,
     to_bf16,
     with_sign,
 )
+from lightning_nvfp4.ops.triton.device.hadamard import butterflies
+from lightning_nvfp4.ops.triton.device.philox import philox_words, random_at
 
 
 @triton.jit
