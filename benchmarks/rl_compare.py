@@ -7,7 +7,8 @@ Without `--gsm8k`: the embedded word problems (exact answers; no code is run), s
 shipped recipes pretrain, decay and sft, run here once in the first arm's precision. A seed sets the order of the
 prompts and the sampling, and all arms of a seed meet the same prompts in the same order. Runs are `nvfp4 fit` with the
 shipped recipes, `--workers` of them at a time. Started again, the driver continues every run at its last checkpoint;
-`--minutes` stops it before a limit. It then writes, from what there is: curves.csv, curves.png and report.md.
+`--minutes` stops it before a limit. A run that was begun with other settings, weights or problems is refused
+(settings.json in its folder). It then writes, from what there is: curves.csv, curves.png and report.md.
 
 Final reward: mean of the last `--final` steps; start: step 0, sampled before any update. The interval is Student's for
 the differences paired by seed; Welch's, which ignores the pairing, stands beside it.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import math
 import os
@@ -38,6 +40,8 @@ import torch
 from scipy import stats
 from timing import hardware
 
+from lightning_nvfp4.commands.paths import find_config
+from lightning_nvfp4.commands.yaml_files import read_mapping
 from lightning_nvfp4.evaluation.statistics import t_interval
 from lightning_nvfp4.lm.data.tasks import draw_word
 
@@ -92,12 +96,47 @@ def main() -> int:
         for arm in arguments.arms
     ]
     missing = [run for run in runs if not run.done]
-    if missing and not arguments.report_only:
-        start = None if arguments.gsm8k else prepare_start(arguments, until)
-        if arguments.gsm8k or start:
-            settings = gsm8k_settings(arguments) if arguments.gsm8k else word_settings(arguments, start)
-            work(missing, settings, arguments, until)
+    if not arguments.report_only and (arguments.gsm8k or not missing or prepare_start(arguments, until)):
+        settings = gsm8k_settings(arguments) if arguments.gsm8k else word_settings(arguments)
+        begun_alike(runs, settings, arguments)
+        work(missing, settings, arguments, until)
     return report(runs, arguments)
+
+
+def begun_alike(runs: list[Run], settings: tuple[list[str], list[str]], arguments: argparse.Namespace) -> None:
+    """Write down what decides a run's numbers, or compare it with what was written when the run began."""
+    configs, options = settings
+    common = {
+        "recipes": [read_mapping(find_config(name)) for name in configs],
+        "inputs": {key: content(Path(value)) for key, _, value in (option.partition("=") for option in options)},
+        "overrides": sorted(arguments.overrides),
+    }
+    for run in runs:
+        mine = json.loads(json.dumps({"arm": run.arm, "seed": run.seed, **common}))
+        file = run.folder / "settings.json"
+        if not file.is_file():
+            run.folder.mkdir(parents=True, exist_ok=True)
+            temporary = file.with_suffix(".tmp")
+            temporary.write_text(json.dumps(mine, indent=1), encoding="utf-8")
+            temporary.rename(file)
+        other = json.loads(file.read_text(encoding="utf-8"))
+        if changed := [key for key in mine if other.get(key) != mine[key]]:
+            raise SystemExit(
+                f"{run.folder} holds a run of other {' and '.join(changed)} (compare settings.json): give another "
+                "--out, or delete it."
+            )
+
+
+def content(path: Path) -> str:
+    """Return a hash of a file, or of the weights in a folder; what is neither is its own name."""
+    files = sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        return str(path)
+    digest = hashlib.blake2b(digest_size=16)
+    for name in files:
+        with name.open("rb") as file:
+            digest.update(hashlib.file_digest(file, hashlib.blake2b).digest())
+    return digest.hexdigest()
 
 
 def parse() -> argparse.Namespace:
@@ -132,10 +171,10 @@ def seeds(text: str) -> list[int]:
     return list(range(int(first), int(last) + 1)) if last else [int(word) for word in text.split(",")]
 
 
-def prepare_start(arguments: argparse.Namespace, until: float) -> Path | None:
-    """Return the SFT checkpoint, made by the shipped recipes where none is given; None when the time was up before."""
+def prepare_start(arguments: argparse.Namespace, until: float) -> bool:
+    """Make the SFT checkpoint by the shipped recipes where none is given; return whether the time sufficed."""
     if arguments.start:
-        return arguments.start
+        return True
     before: Path | None = None
     for stage in ("pretrain", "decay", "sft"):
         folder = arguments.out / "start" / stage
@@ -146,13 +185,14 @@ def prepare_start(arguments: argparse.Namespace, until: float) -> Path | None:
             if stage == "sft" and before:
                 options.append(f"model.init_args.pretrained={before}")
             if not wait([start(folder, [f"recipes/{stage}.yaml"], options, arguments.threads)], until):
-                return None
+                return False
         before = folder
-    return before
+    return True
 
 
-def word_settings(arguments: argparse.Namespace, start: Path | None) -> tuple[list[str], list[str]]:
+def word_settings(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Configurations and overrides of RL on the embedded word problems."""
+    first = arguments.start or arguments.out / "start" / "sft"
     prompts = arguments.out / "prompts.jsonl"
     if not prompts.is_file():
         rng = Random("word problems")
@@ -161,7 +201,7 @@ def word_settings(arguments: argparse.Namespace, start: Path | None) -> tuple[li
         temporary = prompts.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         temporary.rename(prompts)
-    return ["recipes/rl.yaml"], [f"model.init_args.pretrained={start}", f"data.init_args.path={prompts}"]
+    return ["recipes/rl.yaml"], [f"model.init_args.pretrained={first}", f"data.init_args.path={prompts}"]
 
 
 def gsm8k_settings(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:

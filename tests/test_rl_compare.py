@@ -51,3 +51,30 @@ def test_a_report_of_runs_that_are_there(driver: ModuleType, tmp_path: Path, mon
     assert "It contains 0; its centre is within 0.05" in text and (tmp_path / "curves.png").stat().st_size > 1000
     curves = (tmp_path / "curves.csv").read_text().splitlines()
     assert len(curves) == 1 + 6 * 6 and curves[0].startswith("arm,seed,step,reward,logp_diff,entropy,time_step")
+
+
+def test_a_run_of_other_settings_is_not_taken_for_one_of_these(driver: ModuleType, tmp_path: Path, monkeypatch) -> None:
+    """Nor gone on with. What counts is what the inputs hold, not where they lie."""
+    begun: list[list[str]] = []
+    monkeypatch.setattr(driver, "work", lambda missing, *_: begun.append([run.arm for run in missing]))
+    for folder in ("start", "moved"):
+        (tmp_path / folder / "hf").mkdir(parents=True)
+        (tmp_path / folder / "hf" / "model.safetensors").write_text("weights")
+    out = tmp_path / "out"
+
+    def main(start: str, *overrides: str) -> None:
+        words = ["x", "--out", str(out), "--arms", "bf16-gemm,mxfp8", "--seeds", "0", "--start", str(tmp_path / start)]
+        monkeypatch.setattr(sys, "argv", [*words, *overrides])
+        driver.main()
+
+    main("start", "trainer.max_steps=3")
+    (out / "bf16-gemm" / "seed-0" / "hf").mkdir()
+    (out / "bf16-gemm" / "seed-0" / "hf" / "config.json").write_text("{}")
+    main("moved", "trainer.max_steps=3")
+    assert begun == [["bf16-gemm", "mxfp8"], ["mxfp8"]]
+    with pytest.raises(SystemExit, match="bf16-gemm/seed-0 holds a run of other overrides .*give another --out"):
+        main("start", "trainer.max_steps=4")
+    (tmp_path / "start" / "hf" / "model.safetensors").write_text("others")
+    with pytest.raises(SystemExit, match="holds a run of other inputs"):
+        main("start", "trainer.max_steps=3")
+    assert len(begun) == 2
