@@ -246,6 +246,7 @@ def c_compiler() -> str | None:
     return next((path for path in map(shutil.which, names) if path), None)
 
 
+@torch.compiler.assume_constant_result  # it cannot be traced, and a broken graph sums gradients in another order
 def slow_bf16(device_type: str) -> bool:
     """Return whether BF16 products on such a device are slower than FP32 ones: a CPU without BF16 instructions."""
     return device_type == "cpu" and not _cpu_has_bf16()

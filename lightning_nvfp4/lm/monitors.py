@@ -12,13 +12,15 @@ def check_monitors(trainer: Trainer) -> None:
     """Refuse, before the first step, to wait in vain.
 
     Raises:
-        UserError: a `ModelCheckpoint` or `EarlyStopping` monitors `val...`, and nothing is validated, or nothing before
-            the last step.
+        UserError: a `ModelCheckpoint` or `EarlyStopping` monitors `val...`, or an `EarlyStopping` looks at any metric
+            after validations alone, and nothing is validated, or nothing before the last step.
     """
     waiting = [
         f"{type(call).__name__}.monitor is {call.monitor}"
+        + ("" if str(call.monitor).startswith("val") else ", looked at after each validation")
         for call in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(call, EarlyStopping | ModelCheckpoint) and str(call.monitor).startswith("val")
+        if isinstance(call, EarlyStopping | ModelCheckpoint)
+        and (str(call.monitor).startswith("val") or getattr(call, "_check_on_train_epoch_end", None) is False)
     ]
     if not waiting:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,11 @@ def test_training_stops_when_validation_does_not_improve_and_exports_the_best(
             {"limit_val_batches": 0},
             "EarlyStopping.monitor is val/loss, and .*validates nothing.*val_path",
         ),
+        (
+            partial(EarlyStopping, monitor="train/loss", check_on_train_epoch_end=False),
+            {"limit_val_batches": 0},
+            "EarlyStopping.monitor is train/loss, looked at after each validation, and .*validates nothing",
+        ),
         (EarlyStopping, {"val_check_interval": 9}, "first validation would come after 9 batches.*max_steps = 2"),
         (EarlyStopping, {"check_val_every_n_epoch": 2, "val_check_interval": 9}, "would come after 9 batches"),
     ],
@@ -143,7 +149,9 @@ def test_training_stops_when_validation_does_not_improve_and_exports_the_best(
 def test_what_would_wait_in_vain_for_a_validation_is_refused_before_the_first_step(
     moe_fields, lm_data, make_trainer, tmp_path: Path, callback: Any, options: dict[str, Any], message: str
 ) -> None:
-    callbacks = [callback(monitor="val/loss")] if callback else [HFExport(weights="best")]
+    if isinstance(callback, type):
+        callback = partial(callback, monitor="val/loss")
+    callbacks = [callback() if callback else HFExport(weights="best")]
     trainer = make_trainer(2, enable_checkpointing=True, callbacks=callbacks, **({"limit_val_batches": 1} | options))
     with pytest.raises(UserError, match=message):
         trainer.fit(CausalLM(moe_fields), lm_data())

@@ -63,3 +63,17 @@ def test_a_dense_network_on_the_reference_is_one_graph_with_the_bits_of_eager():
         assert all(torch.equal(a, b) for a, b in zip(gradients(net, step), gradients(compiled, step), strict=True))
     assert counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_layers_that_are_kept_break_no_graph():
+    """On a CPU they ask whether it has BF16 instructions."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 16))
+    convert(net, "bf16-gemm", overrides=EVERYTHING | {"rules": [{"match": "0", "use": "keep"}]})
+    assert [layer.block_scaled_numerics.kept for layer in net] == [True, False]
+    x = torch.randn(8, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.compile(net, backend="aot_eager", fullgraph=True)(x), net(x))
+    torch._dynamo.reset()

@@ -114,7 +114,7 @@ def checked(name: str, values: Any, count: int) -> list[float]:
     try:
         numbers = None if isinstance(values, (str, bytes, Mapping)) else [float(value) for value in values]
         readable = numbers is not None and not any(isinstance(value, (str, bytes)) for value in values)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         readable, numbers = False, None
     if not readable or numbers is None:
         raise UserError(f"{name} returned {shortened(values)}: {due}")

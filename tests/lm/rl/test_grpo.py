@@ -242,6 +242,7 @@ def test_prompts_that_may_exceed_the_positions_are_refused_before_the_first_step
         (lambda texts, _: [float("nan")] * len(texts), "returned nan: it must return"),
         (lambda texts, _: None, "reward, <function .*lambda.*>, returned None: it must return"),
         (lambda texts, _: [None] * len(texts), r"returned \[None, None"),
+        (lambda texts, _: [10**400] * len(texts), r"returned \[1000"),
         (lambda texts, _: ["1"] * len(texts), r"returned \['1', '1'"),
         (lambda texts, _: "1" * len(texts), "returned '1111"),
     ],
