@@ -13,14 +13,15 @@ from lightning_nvfp4.formats.block import BLOCK_FORMATS, HADAMARD_SIGNS
 from lightning_nvfp4.formats.element import ELEMENTS, S2F6
 from lightning_nvfp4.formats.rounding import STOCHASTIC
 from lightning_nvfp4.ops.layout import block_of, ceil_div, num_blocks
+from lightning_nvfp4.ops.triton.runtime import INTERPRETED
 from lightning_nvfp4.recipe import QuantSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIGN_PERIOD = 16
 MAX_GRID = 65535
 """Most programs of a grid in its second and third dimension."""
-_TILE = 4096
-"""Elements of a tile."""
+_TILE = 1024 if INTERPRETED else 4096
+"""Elements of a tile; the interpreter, which works on elements that are not there too, has small tiles throughout."""
 
 
 def uncovered(spec: QuantSpec) -> str | None:
@@ -112,7 +113,9 @@ def whole_blocks(spec: QuantSpec, v: View) -> bool:
 def row_tile(spec: QuantSpec, num_l: int) -> tuple[int, int, int]:
     """Return rows, blocks and warps of a tile of `rows_kernel`."""
     rows, length = block_of(spec)
-    if rows > 1:
+    if INTERPRETED:
+        tile, c, warps = max(rows, 2), 4, 1
+    elif rows > 1:
         tile, c, warps = rows, 512 // rows, 4
     else:
         tile, c, warps = 1, *((64, 1) if length == 16 else (256, 4))
@@ -128,6 +131,8 @@ def column_tile(spec: QuantSpec, codes: bool) -> tuple[int, int, int, int | None
     programs on a multiprocessor.
     """
     stochastic = spec.rounding == STOCHASTIC
+    if INTERPRETED:
+        return (32, 2 if codes else 1, 1, None)
     if not codes:
         return (256, 1, 2, 128) if stochastic else (512, 1, 4, 128)
     if block_of(spec)[1] == 16:
