@@ -13,6 +13,7 @@ from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from ranks import run_ranks
 from tiny_models import UserModule, loader, quiet_trainer, tiny_model, tokens
@@ -21,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
 
-from lightning_nvfp4 import PrecisionSchedule
+from lightning_nvfp4 import NumericsMonitor, PrecisionSchedule
+from lightning_nvfp4.callbacks import NonfiniteGuard
 
 STEPS, DECAY = 3, 0.75
 
@@ -78,6 +80,8 @@ def fit(
     accumulate: int = 1,
     average: bool = False,
     preset: str = "nvfp4-hybrid",
+    extra: Any = (),
+    logger: Any = False,
 ) -> tuple[Module, Weights, EMAWeightAveraging | None]:
     module = (Sharded if isinstance(strategy, ModelParallelStrategy) else Module)(recompute)
     weights = Weights()
@@ -90,7 +94,8 @@ def fit(
         precision=preset,
         accumulate_grad_batches=accumulate,
         use_distributed_sampler=False,
-        callbacks=[weights, *([ema] if ema else [])],
+        callbacks=[weights, *extra, *([ema] if ema else [])],
+        logger=logger,
         val_check_interval=accumulate,
         limit_val_batches=1,
         num_sanity_val_steps=0,
@@ -222,3 +227,40 @@ def test_fabric_shards_without_a_change_of_bits() -> None:
         plain = found["ddp", False]
         assert all(same(plain, weights) for weights in found.values())
         assert not same(plain, dict(tiny_model().named_parameters()))
+
+
+class Poison(Callback):
+    """Makes one element of what the last rank holds of the second step's gradients NaN."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 1 and trainer.global_rank == trainer.world_size - 1:
+            grad = pl_module.model.model.layers[0].self_attn.q_proj.weight.grad
+            (grad.to_local() if isinstance(grad, DTensor) else grad).flatten()[0] = torch.nan
+
+
+def watched(rank: int, size: int, folder: str) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """Weights after every step, with callbacks that look at parts of them."""
+    found = {}
+    for name, strategy, recompute, accumulate, extra in (
+        ("plain", "fsdp2", False, 2, []),
+        ("monitor", "fsdp2", True, 2, [NumericsMonitor(1)]),
+        ("ddp, guard", "ddp", False, 1, [Poison(), NonfiniteGuard("skip")]),
+        ("fsdp2, guard", "fsdp2", True, 1, [Poison(), NonfiniteGuard("skip")]),
+    ):
+        mesh = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
+        kind = DDPStrategy() if strategy == "ddp" else mesh
+        logger = CSVLogger(folder, name="", version="") if name == "monitor" else False
+        _, weights, _ = fit(rank, size, kind, recompute, accumulate, extra=extra, logger=logger)
+        found[name] = weights.steps
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:step 1 left out:UserWarning", "ignore:.*log_every_n_steps:UserWarning")
+def test_callbacks_that_look_at_shards_act_alike_on_all_ranks(tmp_path: Path) -> None:
+    """The monitor changes no bit; a step is left out on every rank where one has a NaN in its share."""
+    for found in run_ranks(watched, 2, 2, str(tmp_path), group=None):
+        assert all(same(a, b) for a, b in zip(found["plain"], found["monitor"], strict=True))
+        _, first, second, third = found["ddp, guard"]
+        assert same(first, second) and not same(second, third)
+        assert all(same(a, b) for a, b in zip(found["ddp, guard"], found["fsdp2, guard"], strict=True))
+    assert "layers.0.self_attn.q_proj/fprop_weight/sqnr" in (tmp_path / "metrics.csv").read_text()
