@@ -35,17 +35,22 @@ class SaveOnSigterm(Callback):
         self._asked |= signals.received_sigterm
         signals.received_sigterm = self._asked and not trainer.fit_loop._should_accumulate()
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Warn of any checkpoint in the middle of an optimizer step."""
+        if trainer.fit_loop._should_accumulate():
+            rank_zero_warn(
+                f"The checkpoint of step {trainer.global_step} is made between micro-batches, without the gradients of "
+                "the first: a run that goes on from it will not be this one to the bit. Let "
+                "trainer.val_check_interval, and whatever else saves, be a multiple of "
+                "trainer.accumulate_grad_batches."
+            )
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save, on every rank."""
         if not isinstance(exception, SIGTERMException) or getattr(trainer, "fast_dev_run", 0):
             return
         path = _last_checkpoint(trainer)
         trainer.save_checkpoint(path)
-        if trainer.fit_loop._should_accumulate():
-            rank_zero_warn(
-                f"{path} lies between the micro-batches of an optimizer step and holds no gradients of the first: the "
-                "run that goes on will not be this one to the bit."
-            )
         rank_zero_info(f"SIGTERM: saved {path} after step {trainer.global_step}. Go on with --ckpt_path last.")
 
 

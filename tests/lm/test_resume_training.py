@@ -131,6 +131,24 @@ def test_a_run_that_is_killed_in_its_first_step_after_a_resume_goes_on_bitwise(
     assert all(torch.equal(straight[name], again[name]) for name in straight)
 
 
+@pytest.mark.parametrize("between", [False, True])
+def test_a_checkpoint_between_micro_batches_is_warned_of(
+    moe_fields: dict[str, Any], lm_data: Any, make_trainer: Any, tmp_path: Path, between: bool
+) -> None:
+    trainer = make_trainer(
+        3,
+        accumulate_grad_batches=2,
+        val_check_interval=3 if between else 4,
+        limit_val_batches=1,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(tmp_path / "best", monitor="val/loss"), SaveOnSigterm()],
+    )
+    told = pytest.warns(UserWarning, match="step 1 is made between micro-batches.*a multiple of")
+    with told if between else contextlib.nullcontext():
+        trainer.fit(module_of("lm", moe_fields), lm_data())
+    assert len(list((tmp_path / "best").iterdir())) == 1
+
+
 class _Killed(Exception):
     pass
 
