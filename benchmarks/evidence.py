@@ -4,9 +4,9 @@ r"""The GPU runs behind docs/LOG.md in one call: side by side on one GPU, within
         --tokens-dir TOKENS --sft runs/sft [--only 'eval-*' kernels] [--list]
 
 Jobs start in the order of `jobs`, as soon as what they need is done and their share of the device's memory is free;
-some want the device for themselves. What they print is in OUT/log/, and OUT/done/ remembers those that succeeded. When
-the time is up all are asked to stop and keep what they have: evaluations, pretraining and RL go on at the next call. A
-job that fails takes down those that need it, no other.
+some want the device for themselves. What they print is in OUT/log/, and OUT/done/ remembers those that succeeded, and
+with what arguments: those of other arguments are refused. When the time is up all are asked to stop and keep what they
+have: evaluations, pretraining and RL go on at the next call. A job that fails takes down those that need it, no other.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def work(todo: Sequence[Job], out: Path, gib: float, seconds: float) -> list[str
     started = time.monotonic()
     (out / "log").mkdir(parents=True, exist_ok=True)
     (out / "done").mkdir(exist_ok=True)
-    waiting = [job for job in todo if not (out / "done" / job.name).exists()]
+    waiting = [job for job in todo if not _is_done(job, out)]
     running: dict[Job, subprocess.Popen[bytes]] = {}
     names = {job.name for job in todo}
     while waiting or running:
@@ -127,7 +127,7 @@ def work(todo: Sequence[Job], out: Path, gib: float, seconds: float) -> list[str
                 continue
             del running[job]
             if not status:
-                (out / "done" / job.name).touch()
+                (out / "done" / job.name).write_text(_arguments(job, out), encoding="utf-8")
             print(f"{seconds - left:6.0f} s  {job.name}: {f'failed ({status})' if status else 'done'}", flush=True)
         if left <= 0:
             _stop(list(running.values()))
@@ -150,6 +150,24 @@ def work(todo: Sequence[Job], out: Path, gib: float, seconds: float) -> list[str
                 raise SystemExit(f"{waiting[0].name} needs {waiting[0].gib} GiB, and --gib is {gib}.")
         time.sleep(_POLL_SECONDS)
     return [job.name for job in todo if not (out / "done" / job.name).exists()]
+
+
+def _is_done(job: Job, out: Path) -> bool:
+    mark = out / "done" / job.name
+    if not mark.exists():
+        return False
+    if (before := mark.read_text(encoding="utf-8")) not in ("", _arguments(job, out)):
+        raise SystemExit(
+            f"{out} holds {job.name} of other arguments:\n  {before}\nagainst\n  {_arguments(job, out)}\n"
+            f"Give another --out, or delete {mark} to run it again."
+        )
+    return True
+
+
+def _arguments(job: Job, out: Path) -> str:
+    """Return what decides a job's results: not where they lie, and not how many runs go side by side."""
+    pairs = zip(("", *job.command), job.command, strict=False)
+    return " ".join(word.replace(str(out), "OUT") for before, word in pairs if before != "--workers")
 
 
 def _fits(job: Job, running: Sequence[Job], gib: float) -> bool:

@@ -29,6 +29,7 @@ from lightning_nvfp4.lm.optim import (
     build_adamw,
     schedule_ratio,
 )
+from lightning_nvfp4.lm.resumed import remember_saved
 from lightning_nvfp4.strategies.averaging import refuse_averaging
 from lightning_nvfp4.strategies.gradients import total_grad_norm
 
@@ -199,6 +200,7 @@ class CausalLM(LightningModule):
     def on_train_start(self) -> None:
         """Check that what callbacks monitor will be measured."""
         check_monitors(self.trainer)
+        remember_saved(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Stop when the checkpoint of another run leaves nothing to train: its weights would be exported as trained."""

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from evidence import Job, work
 
 
@@ -57,6 +58,19 @@ def test_a_failure_takes_down_what_needs_it_and_no_other(tmp_path, capsys):
     assert not (tmp_path / "needs").exists() and (tmp_path / "good").exists()
     assert "bad: failed (3)" in capsys.readouterr().out
     assert work(todo[:1], tmp_path / "out", 1, 60) == ["bad"], "it is tried again"
+
+
+def test_what_was_done_with_other_arguments_is_not_taken_for_done(tmp_path):
+    def job(model, out, workers):
+        return Job("eval", ("-c", "pass", "--model", model, "--out", str(out / "eval"), "--workers", workers))
+
+    out = tmp_path / "out"
+    assert work([job("a", out, "1")], out, 1, 60) == []
+    assert work([job("a", out, "2")], out, 1, 60) == []
+    out = out.rename(tmp_path / "moved")
+    assert work([job("a", out, "1")], out, 1, 60) == []
+    with pytest.raises(SystemExit, match=r"--model a --out OUT/eval(.|\n)*against(.|\n)*--model b.*\n.*another --out"):
+        work([job("b", out, "1")], out, 1, 60)
 
 
 def test_the_limit_stops_what_runs(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -95,11 +96,54 @@ def test_a_killed_run_resumes_bitwise(
         assert logs[0] == logs[1] and logs[0].count("\n") == 6 * 2 * 2
 
 
-@pytest.mark.parametrize("during", ["training", "validation"])
+def test_a_run_that_is_killed_in_its_first_step_after_a_resume_goes_on_bitwise(
+    moe_fields: dict[str, Any], lm_data: Any, make_trainer: Any, tmp_path: Path
+) -> None:
+    """Between two micro-batches: what was saved before is still what the checkpoint holds."""
+
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == self.batch:
+                raise _Killed
+
+        def __init__(self, batch: int) -> None:
+            self.batch = batch
+
+    def fit(folder: Path, *callbacks: Callback, **options: Any) -> CausalLM:
+        module = module_of("lm", moe_fields)
+        trainer = make_trainer(
+            4,
+            default_root_dir=folder,
+            precision="nvfp4-hybrid",
+            accumulate_grad_batches=2,
+            enable_checkpointing=True,
+            callbacks=[checkpoints(folder), *callbacks],
+        )
+        with contextlib.suppress(_Killed):
+            trainer.fit(module, lm_data(), **options)
+        return module
+
+    straight, folder = fit(tmp_path / "straight").state_dict(), tmp_path / "killed"
+    last = folder / "checkpoints" / "last.ckpt"
+    fit(folder, Stop(4))
+    fit(folder, Stop(5), ckpt_path=last)
+    again = fit(folder, ckpt_path=last).state_dict()
+    assert all(torch.equal(straight[name], again[name]) for name in straight)
+
+
+class _Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("during", ["training", "accumulation", "validation"])
 def test_sigterm_saves_and_the_run_goes_on_bitwise(
     during: str, moe_fields: dict[str, Any], lm_data: Any, make_trainer: Any, tmp_path: Path
 ) -> None:
     class Terminate(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if during == "accumulation" and batch_idx == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             if during == "training" and trainer.global_step == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -114,7 +158,8 @@ def test_sigterm_saves_and_the_run_goes_on_bitwise(
             5,
             default_root_dir=folder,
             precision="nvfp4-hybrid",
-            val_check_interval=2,
+            val_check_interval=4 if during == "accumulation" else 2,
+            accumulate_grad_batches=2 if during == "accumulation" else 1,
             check_val_every_n_epoch=None,
             limit_val_batches=2,
             enable_checkpointing=True,

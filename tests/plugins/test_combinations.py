@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from ranks import run_ranks
-from tiny_models import UserModule, quiet_trainer, tiny_model, tokens
+from tiny_models import UserModule, loader, quiet_trainer, tiny_model, tokens
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
 
-import lightning_nvfp4  # noqa: F401  (registers the precision names)
+from lightning_nvfp4 import NumericsMonitor, PrecisionSchedule
+from lightning_nvfp4.callbacks import NonfiniteGuard
 
 STEPS, DECAY = 3, 0.75
 
@@ -74,6 +80,8 @@ def fit(
     accumulate: int = 1,
     average: bool = False,
     preset: str = "nvfp4-hybrid",
+    extra: Any = (),
+    logger: Any = False,
 ) -> tuple[Module, Weights, EMAWeightAveraging | None]:
     module = (Sharded if isinstance(strategy, ModelParallelStrategy) else Module)(recompute)
     weights = Weights()
@@ -86,13 +94,14 @@ def fit(
         precision=preset,
         accumulate_grad_batches=accumulate,
         use_distributed_sampler=False,
-        callbacks=[weights, *([ema] if ema else [])],
+        callbacks=[weights, *extra, *([ema] if ema else [])],
+        logger=logger,
         val_check_interval=accumulate,
         limit_val_batches=1,
         num_sanity_val_steps=0,
     )
-    loader = DataLoader(data, batch_size=4 // size, sampler=range(rank, len(data), size))
-    trainer.fit(module, loader, DataLoader(data[:4], batch_size=4))
+    batches = DataLoader(data, batch_size=4 // size, sampler=range(rank, len(data), size))
+    trainer.fit(module, batches, DataLoader(data[:4], batch_size=4))
     return module, weights, ema
 
 
@@ -143,3 +152,115 @@ def test_fsdp2_has_the_bits_of_ddp_and_recompute_changes_none() -> None:
             # FSDP2 reduces each micro-batch, DDP their sum: other roundings.
             expected = found["fsdp2", False, 2] if (strategy, accumulate) == ("fsdp2", 2) else plain[accumulate]
             assert all(same(a, b) for a, b in zip(expected, steps, strict=True))
+
+
+def stopped_and_not(rank: int, size: int, kind: str, folder: str) -> tuple[dict[str, torch.Tensor], ...]:
+    """The weights at the start of a run of four steps, at its end, and at the end of one from its checkpoint."""
+    mesh = {"data_parallel_size": size, "tensor_parallel_size": 1}
+
+    def run(resume: str | None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        module = (Sharded if kind == "fsdp2" else Module)(recompute=True)
+        weights = Weights()
+        saved = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+        callbacks = [weights, PrecisionSchedule(forward_at=1, backward_at=3), saved]
+        if kind != "fsdp2":
+            callbacks.append(EMAWeightAveraging(decay=DECAY, update_every_n_steps=1, use_buffers=False))
+        trainer = quiet_trainer(
+            4,
+            devices=size,
+            strategy={"auto": "auto", "ddp": DDPStrategy(), "fsdp2": ModelParallelStrategy(**mesh)}[kind],
+            precision="nvfp4-hybrid",
+            accumulate_grad_batches=2,
+            use_distributed_sampler=False,
+            enable_checkpointing=True,
+            callbacks=callbacks,
+            num_sanity_val_steps=0,
+        )
+        trainer.fit(module, loader(), loader(), ckpt_path=resume)
+        return weights.steps[0], whole(module)
+
+    start, end = run(None)
+    return start, end, run(f"{folder}/step=2.ckpt")[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*:UserWarning", "ignore:Detected an existing:UserWarning")
+@pytest.mark.parametrize("kind", ["auto", "ddp", "fsdp2"])
+def test_a_stopped_run_goes_on_bitwise_with_all_of_them(kind: str, tmp_path: Path) -> None:
+    """Recompute, accumulation and a schedule of precisions; averages, where weights are whole."""
+    size = 1 if kind == "auto" else 2
+    for start, end, again in run_ranks(stopped_and_not, size, size, kind, str(tmp_path), group=None):
+        assert same(end, again) and not same(start, end)
+
+
+def by_fabric(rank: int, size: int) -> dict[tuple[str, bool], dict[str, torch.Tensor]]:
+    found = {}
+    for kind, recompute in (("ddp", False), ("fsdp2", False), ("fsdp2", True)):
+        mesh = FabricModelParallelStrategy(shard, data_parallel_size=size, tensor_parallel_size=1)
+        strategy = FabricDDPStrategy() if kind == "ddp" else mesh
+        fabric = lightning.Fabric(precision="nvfp4-hybrid", strategy=strategy, accelerator="cpu", devices=size)
+        fabric.launch()
+        model = tiny_model()
+        if recompute:
+            model.activation_checkpointing_enable()
+        module = fabric.setup_module(model.train())
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(module.parameters(), lr=1e-3))
+        for batch in range(4):
+            ids = tokens(2, 12, seed=size * batch + rank)
+            with fabric.no_backward_sync(module, enabled=batch % 2 == 0):
+                fabric.backward(module(input_ids=ids, labels=ids).loss / 2)
+            if batch % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        found[kind, recompute] = whole(module.module)
+    return found
+
+
+def shard(model: Any, mesh: Any) -> Any:
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh["data_parallel"])
+    return model
+
+
+def test_fabric_shards_without_a_change_of_bits() -> None:
+    """Accumulated before it is reduced, as DDP does."""
+    for found in run_ranks(by_fabric, 2, 2, group=None):
+        plain = found["ddp", False]
+        assert all(same(plain, weights) for weights in found.values())
+        assert not same(plain, dict(tiny_model().named_parameters()))
+
+
+class Poison(Callback):
+    """Makes one element of what the last rank holds of the second step's gradients NaN."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 1 and trainer.global_rank == trainer.world_size - 1:
+            grad = pl_module.model.model.layers[0].self_attn.q_proj.weight.grad
+            (grad.to_local() if isinstance(grad, DTensor) else grad).flatten()[0] = torch.nan
+
+
+def watched(rank: int, size: int, folder: str) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """Weights after every step, with callbacks that look at parts of them."""
+    found = {}
+    for name, strategy, recompute, accumulate, extra in (
+        ("plain", "fsdp2", False, 2, []),
+        ("monitor", "fsdp2", True, 2, [NumericsMonitor(1)]),
+        ("ddp, guard", "ddp", False, 1, [Poison(), NonfiniteGuard("skip")]),
+        ("fsdp2, guard", "fsdp2", True, 1, [Poison(), NonfiniteGuard("skip")]),
+    ):
+        mesh = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
+        kind = DDPStrategy() if strategy == "ddp" else mesh
+        logger = CSVLogger(folder, name="", version="") if name == "monitor" else False
+        _, weights, _ = fit(rank, size, kind, recompute, accumulate, extra=extra, logger=logger)
+        found[name] = weights.steps
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:step 1 left out:UserWarning", "ignore:.*log_every_n_steps:UserWarning")
+def test_callbacks_that_look_at_shards_act_alike_on_all_ranks(tmp_path: Path) -> None:
+    """The monitor changes no bit; a step is left out on every rank where one has a NaN in its share."""
+    for found in run_ranks(watched, 2, 2, str(tmp_path), group=None):
+        assert all(same(a, b) for a, b in zip(found["plain"], found["monitor"], strict=True))
+        _, first, second, third = found["ddp, guard"]
+        assert same(first, second) and not same(second, third)
+        assert all(same(a, b) for a, b in zip(found["ddp, guard"], found["fsdp2, guard"], strict=True))
+    assert "layers.0.self_attn.q_proj/fprop_weight/sqnr" in (tmp_path / "metrics.csv").read_text()

@@ -55,6 +55,10 @@ class RewardWorkers:
         self._threads: list[threading.Thread] = []
         self._working: dict[Future[Components], int] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy the settings alone: averaged weights copy a whole module, and threads and their queue have no copies."""
+        return type(self), (self._score, self._num_workers, self._timeout, self._name)
+
     def submit(self, completions: list[str], references: list[dict[str, Any]]) -> Future[Components]:
         """Return the rewards to come."""
         future: Future[Components] = Future()
