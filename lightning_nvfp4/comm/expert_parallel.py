@@ -20,6 +20,10 @@ from lightning_nvfp4.ops import Groups, QuantizedTensor
 from lightning_nvfp4.recipe import GemmRecipe
 
 
+MOST_PARTS = 64
+"""Parts of a rank's tokens: each takes collectives and all launches of the experts once more."""
+
+
 @dataclass(frozen=True)
 class ExpertRows:
     """In the place of `top_k_index`: the rows are sorted by expert and padded already, and are to stay so.
@@ -69,10 +73,10 @@ class Communication:
 
     def __post_init__(self) -> None:
         degree = self.overlap_degree
-        if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+        if not isinstance(degree, int) or isinstance(degree, bool) or not 1 <= degree <= MOST_PARTS:
             raise UserError(
-                f"overlap_degree = {degree!r} must be a whole number of parts of a rank's tokens: 1, or 2 to 4 where "
-                "the wire takes about as long as the experts."
+                f"overlap_degree = {degree!r} must be a whole number of parts of a rank's tokens, at most {MOST_PARTS}: "
+                "1, or 2 to 4 where the wire takes about as long as the experts."
             )
         if degree > 1 and self.consistent:
             raise UserError(

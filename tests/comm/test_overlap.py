@@ -244,6 +244,7 @@ def test_tokens_are_split_as_evenly_as_they_can_be():
     ("degree", "consistent", "words"),
     [
         (0, False, ["overlap_degree = 0", "whole number"]),
+        (65, False, ["overlap_degree = 65", "at most 64"]),
         (True, False, ["overlap_degree = True", "whole number"]),
         (2.0, False, ["overlap_degree = 2.0", "whole number"]),
         (2, True, ["overlap_degree = 2", "consistent", "to 1"]),
