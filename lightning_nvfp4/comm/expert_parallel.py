@@ -19,7 +19,6 @@ from lightning_nvfp4.errors import UserError
 from lightning_nvfp4.ops import Groups, QuantizedTensor
 from lightning_nvfp4.recipe import GemmRecipe
 
-
 MOST_PARTS = 64
 """Parts of a rank's tokens: each takes collectives and all launches of the experts once more."""
 
@@ -75,8 +74,8 @@ class Communication:
         degree = self.overlap_degree
         if not isinstance(degree, int) or isinstance(degree, bool) or not 1 <= degree <= MOST_PARTS:
             raise UserError(
-                f"overlap_degree = {degree!r} must be a whole number of parts of a rank's tokens, at most {MOST_PARTS}: "
-                "1, or 2 to 4 where the wire takes about as long as the experts."
+                f"overlap_degree = {degree!r} must be a whole number of parts of a rank's tokens, at most "
+                f"{MOST_PARTS}: 1, or 2 to 4 where the wire takes about as long as the experts."
             )
         if degree > 1 and self.consistent:
             raise UserError(
